@@ -1,0 +1,66 @@
+"""Train mixture-of-experts language models in JAX with bidirectional, near-zero-bubble pipeline schedules.
+
+The public names are looked up when first used, so that importing this package does not import jax: a program can still
+set up emulated devices (`dualpipe_jax.emulate`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dualpipe_jax.executor import (
+        Aux,
+        LastOutput,
+        PipelineParams,
+        StageFns,
+        StageOutput,
+        make_mesh,
+        pipeline_value_and_grad,
+        stack_stages,
+        unstack_stages,
+    )
+    from dualpipe_jax.reference import reference_value_and_grad
+    from dualpipe_jax.schedule import build, simulate
+    from dualpipe_jax.split_vjp import split_vjp
+
+_HOME = {
+    "dualpipe_jax.executor": (
+        "pipeline_value_and_grad",
+        "PipelineParams",
+        "Aux",
+        "StageFns",
+        "StageOutput",
+        "LastOutput",
+        "make_mesh",
+        "stack_stages",
+        "unstack_stages",
+    ),
+    "dualpipe_jax.schedule": ("build", "simulate"),
+    "dualpipe_jax.split_vjp": ("split_vjp",),
+    "dualpipe_jax.reference": ("reference_value_and_grad",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "pipeline_value_and_grad",
+    "PipelineParams",
+    "Aux",
+    "StageFns",
+    "StageOutput",
+    "LastOutput",
+    "make_mesh",
+    "stack_stages",
+    "unstack_stages",
+    "build",
+    "simulate",
+    "split_vjp",
+    "reference_value_and_grad",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -1,0 +1,256 @@
+"""The operations that a cell of the table is made of, each a function (state, row) -> state.
+
+A tick runs, in this order, those of the operations that its cell names:
+
+    first           embed a microbatch into the scratch slot of the activation inbox
+    forward         one for each (kind of stage, slot)
+    last            loss of the microbatch that just left the last stage, and its gradient into the gradient inbox
+    backward        B: input and weight gradient   } one each for each (kind of stage, slot)
+    backward_input  I: input gradient, keeps the cut }
+    first_backward  gradient of what `first` read from the shared parameters
+    backward_weight W: weight gradient from the cut, one for each (kind of stage, slot)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dualpipe_jax.executor import buffers
+from dualpipe_jax.executor.stages import Splits
+from dualpipe_jax.schedule import TickTable
+from dualpipe_jax.split_vjp import Residuals
+
+PyTree = Any
+COLUMNS = (
+    "forward_microbatch", "forward_input", "forward_local", "forward_loss",
+    "forward_residual", "forward_weight_residual",
+    "backward_microbatch", "backward_output_gradient", "backward_residual", "backward_weight_residual", "backward_cut",
+    "backward_local", "weight_microbatch", "weight_residual", "weight_cut",
+    "receive_right_activation", "receive_right_gradient", "receive_left_activation", "receive_left_gradient",
+)  # fmt: skip
+
+
+class State(NamedTuple):
+    """All that a rank carries from tick to tick. The last slot of each inbox is scratch: written, never meant.
+
+    Attributes:
+        activations, gradients: inboxes, leaves [slots + 1, ...].
+        residual, weight_residual, cut: by kind of stage, what is kept from F to I, F to W, I to W.
+        stage_grads, shared_grads: float32 sums, by slot / whole.
+        loss: float32 scalar sum. stage_stats, last_stats: sums, by slot / whole.
+        sent_activation, sent_gradient: results of this tick, for the neighbours.
+    """
+
+    activations: PyTree
+    gradients: PyTree
+    residual: tuple[PyTree, ...]
+    weight_residual: tuple[PyTree, ...]
+    cut: tuple[PyTree, ...]
+    stage_grads: tuple[PyTree, ...]
+    shared_grads: PyTree
+    loss: jax.Array
+    stage_stats: tuple[PyTree, ...]
+    last_stats: PyTree
+    sent_activation: PyTree
+    sent_gradient: PyTree
+
+
+Operation = Callable[[State, dict[str, jax.Array]], State]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Builds the operations over one shard's parameters and rows of the batch.
+
+    Attributes:
+        table: says how many slots each buffer has.
+        splits: the traced pieces of the model.
+        stage_params: by slot. shared: parameters that all ranks hold. batch: leaves [num_microbatches, rows, ...].
+    """
+
+    table: TickTable
+    splits: Splits
+    stage_params: tuple[PyTree, ...]
+    shared: PyTree
+    batch: PyTree
+
+    def initial_state(self) -> State:
+        t, s = self.table, self.splits
+        gradient = jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, s.activation)
+        zeros = jax.tree_util.Partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype))
+        sums = jax.tree_util.Partial(jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32))
+        return State(
+            activations=buffers.allocate(t.num_activation_slots + 1, s.activation),
+            gradients=buffers.allocate(t.num_gradient_slots + 1, gradient),
+            residual=tuple(map(buffers.allocate, t.num_residual_slots, (k.residuals.input for k in s.stages))),
+            weight_residual=tuple(
+                map(buffers.allocate, t.num_weight_residual_slots, (k.residuals.weight for k in s.stages))
+            ),
+            cut=tuple(map(buffers.allocate, t.num_cut_slots, (k.cut for k in s.stages))),
+            stage_grads=tuple(sums(p) for p in self.stage_params),
+            shared_grads=sums(self.shared),
+            loss=jnp.zeros((), jnp.float32),
+            stage_stats=tuple(zeros(s.stages[0].aux) for _ in self.stage_params),
+            last_stats=zeros(s.last.aux),
+            sent_activation=zeros(s.activation),
+            sent_gradient=zeros(gradient),
+        )
+
+    # ---------------------------------------------------------------- operations
+
+    def first(self, state: State, row: dict[str, jax.Array]) -> State:
+        x, _, _ = self.splits.first.forward(self.shared, None, self._microbatch(row["forward_microbatch"]))
+        scratch = jnp.int32(self.table.num_activation_slots)
+        return state._replace(activations=buffers.write(state.activations, scratch, x))
+
+    def forward(self, kind: int, slot: int, state: State, row: dict[str, jax.Array]) -> State:
+        split = self.splits.stages[kind]
+        x = buffers.read(state.activations, row["forward_input"])
+        params = (self.stage_params[slot], self.shared)
+        (y, loss), stats, kept = split.forward(params, x, self._microbatch(row["forward_microbatch"]))
+        return state._replace(
+            activations=buffers.write(state.activations, row["forward_local"], y),
+            residual=_write_at(state.residual, kind, row["forward_residual"], kept.input),
+            weight_residual=_write_at(state.weight_residual, kind, row["forward_weight_residual"], kept.weight),
+            loss=state.loss + loss,
+            stage_stats=_add_at(state.stage_stats, slot, stats),
+            sent_activation=y,
+        )
+
+    def last(self, state: State, row: dict[str, jax.Array]) -> State:
+        split, microbatch = self.splits.last, self._microbatch(row["forward_microbatch"])
+        loss, stats, kept = split.forward(self.shared, state.sent_activation, microbatch)
+        dy, cut = split.backward_input(self.shared, kept, jnp.float32(1), microbatch)
+        grads = split.backward_weight(self.shared, kept.weight, cut, microbatch)
+        return state._replace(
+            gradients=buffers.write(state.gradients, row["forward_loss"], dy),
+            shared_grads=buffers.accumulate(state.shared_grads, grads),
+            loss=state.loss + loss,
+            last_stats=buffers.accumulate(state.last_stats, stats),
+        )
+
+    def backward(self, kind: int, slot: int, full: bool, state: State, row: dict[str, jax.Array]) -> State:
+        split, microbatch = self.splits.stages[kind], self._microbatch(row["backward_microbatch"])
+        params = (self.stage_params[slot], self.shared)
+        dy = buffers.read(state.gradients, row["backward_output_gradient"])
+        kept = Residuals(
+            buffers.read(state.residual[kind], row["backward_residual"]),
+            buffers.read(state.weight_residual[kind], row["backward_weight_residual"]),
+        )
+        dx, cut = split.backward_input(params, kept, (dy, jnp.float32(1)), microbatch)
+        state = state._replace(gradients=buffers.write(state.gradients, row["backward_local"], dx), sent_gradient=dx)
+        if full:
+            return self._add_grads(state, slot, split.backward_weight(params, kept.weight, cut, microbatch))
+        return state._replace(cut=_write_at(state.cut, kind, row["backward_cut"], cut))
+
+    def first_backward(self, state: State, row: dict[str, jax.Array]) -> State:
+        split, microbatch = self.splits.first, self._microbatch(row["backward_microbatch"])
+        _, _, kept = split.forward(self.shared, None, microbatch)
+        _, cut = split.backward_input(self.shared, kept, state.sent_gradient, microbatch)
+        grads = split.backward_weight(self.shared, kept.weight, cut, microbatch)
+        return state._replace(shared_grads=buffers.accumulate(state.shared_grads, grads))
+
+    def weight(self, kind: int, slot: int, state: State, row: dict[str, jax.Array]) -> State:
+        split, params = self.splits.stages[kind], (self.stage_params[slot], self.shared)
+        kept = buffers.read(state.weight_residual[kind], row["weight_residual"])
+        cut = buffers.read(state.cut[kind], row["weight_cut"])
+        microbatch = self._microbatch(row["weight_microbatch"])
+        return self._add_grads(state, slot, split.backward_weight(params, kept, cut, microbatch))
+
+    # ---------------------------------------------------------------- helpers
+
+    def _microbatch(self, index: jax.Array) -> PyTree:
+        return buffers.read(self.batch, index)
+
+    @staticmethod
+    def _add_grads(state: State, slot: int, grads: tuple[PyTree, PyTree]) -> State:
+        return state._replace(
+            stage_grads=_add_at(state.stage_grads, slot, grads[0]),
+            shared_grads=buffers.accumulate(state.shared_grads, grads[1]),
+        )
+
+
+def _replace_at(items: tuple[PyTree, ...], index: int, value: PyTree) -> tuple[PyTree, ...]:
+    return (*items[:index], value, *items[index + 1 :])
+
+
+def _write_at(pools: tuple[PyTree, ...], kind: int, slot: jax.Array, value: PyTree) -> tuple[PyTree, ...]:
+    return _replace_at(pools, kind, buffers.write(pools[kind], slot, value))
+
+
+def _add_at(sums: tuple[PyTree, ...], slot: int, value: PyTree) -> tuple[PyTree, ...]:
+    return _replace_at(sums, slot, buffers.accumulate(sums[slot], value))
+
+
+class OperationTable(NamedTuple):
+    """Which operations each cell runs.
+
+    Attributes:
+        names: for each operation, the key `("forward", kind, slot)` and the like.
+        active: bool [ticks, ranks, operations].
+    """
+
+    names: tuple[tuple[Any, ...], ...]
+    active: np.ndarray
+
+
+def operation_table(table: TickTable, stage_kinds: tuple[int, ...]) -> OperationTable:
+    """Read off the table which operations exist at all, and where each is active."""
+    kinds = np.array([*stage_kinds, -1])
+    full = table.backward_full == 1
+    phases: tuple[tuple[str, np.ndarray, np.ndarray, np.ndarray | None], ...] = (
+        ("first", table.forward_stage, table.forward_slot, table.forward_stage == 0),
+        ("forward", table.forward_stage, table.forward_slot, None),
+        ("last", table.forward_stage, table.forward_slot, table.forward_loss >= 0),
+        ("backward", table.backward_stage, table.backward_slot, full),
+        ("backward_input", table.backward_stage, table.backward_slot, ~full & (table.backward_stage >= 0)),
+        ("first_backward", table.backward_stage, table.backward_slot, table.backward_stage == 0),
+        ("backward_weight", table.weight_stage, table.weight_slot, None),
+    )
+    names: list[tuple[Any, ...]] = []
+    active: list[np.ndarray] = []
+    for name, stage, slot, condition in phases:
+        present = stage >= 0 if condition is None else condition
+        if name in ("first", "last", "first_backward"):
+            names.append((name,))
+            active.append(present)
+            continue
+        kind = kinds[stage]
+        for key in sorted({(int(k), int(s)) for k, s in zip(kind[present], slot[present], strict=True)}):
+            names.append((name, *key))
+            active.append(present & (kind == key[0]) & (slot == key[1]))
+    return OperationTable(tuple(names), np.stack(active, axis=-1))
+
+
+def operations(cells: Cells, names: tuple[tuple[Any, ...], ...]) -> list[Operation]:
+    """The function of each named operation."""
+    return [_operation(cells, *name) for name in names]
+
+
+def _operation(cells: Cells, name: str, *key: int) -> Operation:
+    def run(state: State, row: dict[str, jax.Array]) -> State:
+        with jax.named_scope("_".join(map(str, (name, *key)))):
+            match name:
+                case "first":
+                    return cells.first(state, row)
+                case "forward":
+                    return cells.forward(*key, state, row)
+                case "last":
+                    return cells.last(state, row)
+                case "backward":
+                    return cells.backward(*key, True, state, row)
+                case "backward_input":
+                    return cells.backward(*key, False, state, row)
+                case "first_backward":
+                    return cells.first_backward(state, row)
+                case "backward_weight":
+                    return cells.weight(*key, state, row)
+        raise AssertionError(name)
+
+    return run

@@ -1,0 +1,62 @@
+"""Transformer blocks: attention, then a dense SwiGLU or a mixture of experts, each behind a norm and a skip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+from moe.layer import MoEStats, init_moe, moe
+
+from dualpipe_jax.config import ModelConfig
+from dualpipe_jax.model.layers import Attention, RMSNorm, SwiGLU
+
+
+class DenseBlock(nnx.Module):
+    """x + attention(norm(x)), then x + swiglu(norm(x))."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = RMSNorm(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.ffn_norm = RMSNorm(config, rngs=rngs)
+        self.ffn = SwiGLU(config, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+@dataclass(frozen=True)
+class MoEBlockConfig:
+    """A model's configuration and the mesh axis over which experts are sharded (None: all are here)."""
+
+    model: ModelConfig
+    axis: str | None
+
+
+class MoEBlock(nnx.Module):
+    """x + attention(norm(x)), then x + moe(norm(x)); also returns the router's statistics."""
+
+    def __init__(self, config: MoEBlockConfig, *, rngs: nnx.Rngs) -> None:
+        model = config.model
+        self.config = config
+        self.attention_norm = RMSNorm(model, rngs=rngs)
+        self.attention = Attention(model, rngs=rngs)
+        self.ffn_norm = RMSNorm(model, rngs=rngs)
+        self.moe = nnx.Dict(_as_params(init_moe(rngs.params(), model.d_model, model.moe)))
+
+    def __call__(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], MoEStats]:
+        x = x + self.attention(self.attention_norm(x))
+        params: Any = jax.tree.map(
+            lambda p: p[...], nnx.to_pure_dict(nnx.state(self.moe)), is_leaf=lambda p: isinstance(p, nnx.Variable)
+        )
+        y, stats = moe(params, self.ffn_norm(x), self.config.model.moe, self.config.axis)
+        return x + y, stats
+
+
+def _as_params(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return nnx.Dict({k: _as_params(v) for k, v in tree.items()})
+    return nnx.Param(tree)

@@ -1,0 +1,39 @@
+"""Pipeline schedules: build, check, simulate, lower, draw. Needs numpy only.
+
+schedule = build("dualpipe", num_ranks=8, num_microbatches=20)
+table = lower(schedule)
+"""
+
+from dualpipe_jax.schedule.actions import Action, Cell, Kind, Schedule, format_cell, parse_action, parse_cell
+from dualpipe_jax.schedule.builders import BUILDERS, build, nearest_microbatches
+from dualpipe_jax.schedule.dualpipe import dualpipe
+from dualpipe_jax.schedule.dualpipe_v import dualpipe_v
+from dualpipe_jax.schedule.graph import ScheduleError
+from dualpipe_jax.schedule.lower import lower
+from dualpipe_jax.schedule.one_f_one_b import one_f_one_b
+from dualpipe_jax.schedule.placement import Placement
+from dualpipe_jax.schedule.table import Segment, TickTable
+from dualpipe_jax.schedule.text import format_schedule, parse_schedule
+
+__all__ = [
+    "build",
+    "nearest_microbatches",
+    "BUILDERS",
+    "one_f_one_b",
+    "dualpipe",
+    "dualpipe_v",
+    "Action",
+    "Cell",
+    "Kind",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "format_cell",
+    "parse_action",
+    "parse_cell",
+    "format_schedule",
+    "parse_schedule",
+    "lower",
+    "TickTable",
+    "Segment",
+]

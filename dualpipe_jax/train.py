@@ -1,0 +1,231 @@
+"""The training loop: text in, a run folder out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from dualpipe_jax.checkpoint import Checkpointer
+from dualpipe_jax.config import Config, to_json
+from dualpipe_jax.data.pipeline import Batches, shard_batch
+from dualpipe_jax.data.text import load_bytes
+from dualpipe_jax.display import Display, closing_panel
+from dualpipe_jax.executor import PipelineParams
+from dualpipe_jax.metrics import MetricsWriter
+from dualpipe_jax.optimizer import zero1_shardings
+from dualpipe_jax.schedule import Costs, simulate
+from dualpipe_jax.schedule.render import draw_png
+from dualpipe_jax.train_step import StepMetrics, Trainer, TrainState
+
+PyTree = Any
+MAX_NON_FINITE = 3  # steps in a row that may be skipped
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradients were not finite for several steps in a row."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        state: after the last step. metrics: one dict a step, as in metrics.jsonl.
+        first_step_seconds: from the start of `train` to the end of the first step, compilation included.
+    """
+
+    run_dir: Path
+    state: TrainState
+    metrics: list[dict[str, float]]
+    first_step_seconds: float
+    seconds: float
+
+
+def train(config: Config) -> Result:
+    """Run `config`, from the newest checkpoint of its run folder if there is one.
+
+    Every process of a multi-process run calls this with the same configuration. Process 0 writes the run folder.
+
+    Raises:
+        NonFiniteError: loss or gradients were not finite in `MAX_NON_FINITE` steps in a row.
+        CheckpointError: a checkpoint could not be written.
+    """
+    return _Run(config).run()
+
+
+class _Run:
+    """One run's objects, and the steps of its life in order."""
+
+    def __init__(self, config: Config) -> None:
+        self.began = time.perf_counter()
+        self.config = config
+        self.main = jax.process_index() == 0
+        self.run_dir = Path(config.train.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
+        self.trainer = Trainer(config)
+        self.bubble = simulate(self.trainer.schedule, Costs()).bubble_fraction
+        data = config.data
+        self.batches = Batches(load_bytes(data.paths), seq_len=data.seq_len, batch_size=data.batch_size, seed=data.seed)
+
+    def run(self) -> Result:
+        self._prepare_folder()
+        with Checkpointer(self.run_dir / "checkpoints", keep=self.config.checkpoint.keep) as checkpoints:
+            state, first = self._start(checkpoints)
+            writer = MetricsWriter(self.run_dir, first_step=first, enabled=self.main)
+            display = Display(
+                self.config.train.steps,
+                first_step=first,
+                log_every=self.config.train.log_every,
+                enabled=self.main,
+            )
+            with writer, display:
+                self._introduce(display, first)
+                result = self._steps(state, first, checkpoints, writer, display)
+        self._close(display, result)
+        return result
+
+    # ---------------------------------------------------------------- before the first step
+
+    def _prepare_folder(self) -> None:
+        if not self.main:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.json").write_text(to_json(self.config), encoding="utf-8")
+        draw_png(self.trainer.schedule, self.run_dir / "schedule.png")
+
+    def _start(self, checkpoints: Checkpointer) -> tuple[TrainState, int]:
+        """(state, the step that comes first): fresh, or as the newest checkpoint has it."""
+        latest = checkpoints.latest()
+        if latest is None:
+            return self.trainer.init(), 1
+        if not self.config.checkpoint.resume:
+            raise ValueError(
+                f"{self.run_dir} has checkpoints up to step {latest} and checkpoint.resume is off; "
+                "choose another train.run_dir, or let it resume"
+            )
+        state, host = restore(self.trainer, checkpoints, latest)
+        self.batches.set_state(host["data"])
+        return state, latest + 1
+
+    def _introduce(self, display: Display, first: int) -> None:
+        c = self.config
+        count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(self.trainer.model.init, jax.random.key(0))))
+        display.note(
+            f"{count:,} parameters, {c.model.num_layers} layers; {c.pipeline.schedule} over pp={c.pipeline.pp} "
+            f"dp={c.pipeline.dp} ep={c.pipeline.ep} on {self.trainer.mesh.devices.flat[0].platform}, "
+            f"{c.pipeline.num_microbatches} microbatches, predicted bubble {self.bubble:.1%} (F = I = W = 1)"
+        )
+        display.note(f"run folder {self.run_dir}" + (f", resuming at step {first}" if first > 1 else ""))
+        display.note("compiling the step ...")
+
+    # ---------------------------------------------------------------- steps
+
+    def _steps(
+        self, state: TrainState, first: int, checkpoints: Checkpointer, writer: MetricsWriter, display: Display
+    ) -> Result:
+        c = self.config
+        last = min(c.train.steps, c.train.stop_at or c.train.steps)
+        history: list[dict[str, float]] = []
+        first_step_seconds, skipped = 0.0, 0
+        for step in range(first, last + 1):
+            began = time.perf_counter()
+            state, measured = self.trainer.step(state, self._next_batch())
+            line = self._line(jax.device_get(measured), time.perf_counter() - began)
+            if step == first:
+                first_step_seconds = time.perf_counter() - self.began
+            skipped = self._count_skipped(step, skipped, line, display)
+            writer.write(step, line)
+            display.update(step, line)
+            history.append({"step": step, **line})
+            if c.checkpoint.every and (step == last or step % c.checkpoint.every == 0):
+                save(self.trainer, checkpoints, step, state, {"data": self.batches.get_state()})
+        return Result(self.run_dir, state, history, first_step_seconds, time.perf_counter() - self.began)
+
+    def _next_batch(self) -> PyTree:
+        """The next global batch [batch, seq], cut into microbatches and put onto the mesh."""
+        m = self.config.pipeline.num_microbatches
+        cut = {name: rows.reshape(m, -1, *rows.shape[1:]) for name, rows in next(self.batches).items()}
+        return shard_batch(cut, self.trainer.batch_sharding)
+
+    def _line(self, measured: StepMetrics, seconds: float) -> dict[str, float]:
+        tokens = self.config.data.batch_size * self.config.data.seq_len
+        values = {name: value.item() for name, value in measured._asdict().items() if name != "finite"}
+        return {
+            **values,
+            "tokens_per_second": tokens / seconds,
+            "seconds": seconds,
+            "bubble_predicted": self.bubble,
+            "skipped": int(not measured.finite),
+        }
+
+    def _count_skipped(self, step: int, before: int, line: dict[str, float], display: Display) -> int:
+        if not line["skipped"]:
+            return 0
+        display.note(f"step {step}: loss or gradients are not finite; parameters and moments stay as they were")
+        if before + 1 == MAX_NON_FINITE:
+            raise NonFiniteError(
+                f"loss or gradients were not finite in {MAX_NON_FINITE} steps in a row, the last of them {step}; "
+                f"the checkpoints in {self.run_dir / 'checkpoints'} hold the last good state"
+            )
+        return before + 1
+
+    def _close(self, display: Display, result: Result) -> None:
+        if not self.main or not result.metrics:
+            return
+        start, end = result.metrics[0], result.metrics[-1]
+        closing_panel(
+            display.console,
+            f"steps {start['step']} to {end['step']} in {result.seconds:.0f} s "
+            f"(first after {result.first_step_seconds:.0f} s): loss {start['loss']:.2f} -> {end['loss']:.2f}",
+            [
+                ("the schedule that ran", str(self.run_dir / "schedule.png")),
+                ("curves", f"tensorboard --logdir {self.run_dir} (pip install tensorboard)"),
+                (
+                    "go on",
+                    f"python run/train.py --train.run-dir {self.run_dir} --train.steps {2 * self.config.train.steps}",
+                ),
+                ("another schedule", "python run/train.py --pipeline.schedule dualpipe_v"),
+                ("all options", "python run/train.py --help"),
+            ],
+        )
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+def canonical(trainer: Trainer, state: TrainState) -> PyTree:
+    """A state by layer, whatever the pipeline's arrangement (decision 0006)."""
+    is_arranged = lambda node: isinstance(node, PipelineParams)  # noqa: E731
+    return jax.tree.map(lambda n: trainer.canonical(n) if is_arranged(n) else n, state, is_leaf=is_arranged)
+
+
+def arranged(trainer: Trainer, tree: PyTree) -> TrainState:
+    """Undo `canonical`."""
+    is_model = lambda node: isinstance(node, dict) and "embedding" in node  # noqa: E731
+    return jax.tree.map(lambda n: trainer.arranged(n) if is_model(n) else n, tree, is_leaf=is_model)
+
+
+def canonical_shardings(trainer: Trainer) -> tuple[PyTree, PyTree]:
+    """Shapes of a state by layer, and how it is spread over the mesh while it is saved or restored."""
+    shapes = jax.eval_shape(lambda: canonical(trainer, jax.eval_shape(trainer.init)))
+    specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
+    return shapes, zero1_shardings(shapes, specs, trainer.mesh)
+
+
+def save(trainer: Trainer, checkpoints: Checkpointer, step: int, state: TrainState, host: dict[str, Any]) -> None:
+    """Start to save a state; see `Checkpointer.save`."""
+    _, shardings = canonical_shardings(trainer)
+    checkpoints.save(step, jax.jit(partial(canonical, trainer), out_shardings=shardings)(state), host)
+
+
+def restore(trainer: Trainer, checkpoints: Checkpointer, step: int) -> tuple[TrainState, dict[str, Any]]:
+    """The state of a step, saved under this or any other pipeline, bit for bit."""
+    shapes, shardings = canonical_shardings(trainer)
+    abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    tree, host = checkpoints.restore(step, abstract)
+    return jax.jit(partial(arranged, trainer), out_shardings=trainer.state_shardings)(tree), host

@@ -1,0 +1,193 @@
+"""All that can be wrong in a configuration, said before anything is compiled: the value, the rule, the nearest valid value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from dualpipe_jax import schedule
+from dualpipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
+
+BYTE_VALUES = 256
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run; the message has a line for each problem."""
+
+
+def check_config(config: Config, num_devices: int | None = None, num_processes: int = 1) -> None:
+    """Refuse what cannot run.
+
+    Args:
+        num_devices: those that JAX found, over all processes; None: not known yet, and not checked.
+        num_processes: of this run; all of them must own devices of the mesh.
+
+    Raises:
+        ConfigError: names each wrong value by its flag, the rule, and the nearest valid value.
+
+    Example:
+        >>> check_config(Config(), num_devices=1)
+        Traceback (most recent call last):
+        dualpipe_jax.validation.ConfigError: the mesh pipeline.pp=4 x dp=1 x ep=2 needs 8 devices, found 1: ...
+    """
+    problems = list(_ranges(config))
+    if not problems:  # the rules below divide by these values
+        problems += _model(config.model)
+        problems += _experts(config)
+        problems += _schedule(config) or _batch(config.data, config.pipeline)  # which microbatches divide
+        problems += _optimizer(config.optimizer, config.train.steps)
+        problems += _devices(config.pipeline, num_devices, num_processes)
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError(f"{len(problems)} problems in the configuration:" + "".join(f"\n  - {p}" for p in problems))
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    model, pipeline, data, train = config.model, config.pipeline, config.data, config.train
+    yield from _at_least(1, "model", model, "d_model", "num_layers", "num_heads", "num_kv_heads", "d_ff")
+    yield from _at_least(0, "model", model, "num_dense_layers")
+    yield from _at_least(BYTE_VALUES, "model", model, "vocab_size")  # tokens are bytes
+    yield from _at_least(1, "pipeline", pipeline, "pp", "dp", "ep", "num_microbatches")
+    yield from _at_least(1, "data", data, "seq_len", "batch_size")
+    yield from _at_least(0, "data", data, "seed")
+    yield from _at_least(1, "train", train, "steps", "log_every")
+    yield from _at_least(0, "train", train, "seed")
+    yield from _at_least(0, "optimizer", config.optimizer, "warmup_steps")
+    yield from _at_least(0, "checkpoint", config.checkpoint, "every")
+    yield from _at_least(1, "checkpoint", config.checkpoint, "keep")
+    if train.stop_at is not None and not 1 <= train.stop_at <= train.steps:
+        yield f"train.stop_at={train.stop_at} must be in 1..{train.steps} (train.steps); {_nearest(train.stop_at, 1, train.steps)}"
+
+
+def _at_least(least: int, section: str, values: object, *names: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(values, name)
+        if value < least:
+            yield f"{section}.{name}={value} must be at least {least}; the nearest valid value is {least}"
+
+
+def _nearest(value: int, least: int, most: int) -> str:
+    return f"the nearest valid value is {min(max(value, least), most)}"
+
+
+def nearest_multiples(value: int, factor: int) -> str:
+    """The multiples of `factor` around `value`, in words.
+
+    Example:
+        >>> nearest_multiples(20, 16), nearest_multiples(3, 16)
+        ('the nearest valid values are 16 and 32', 'the nearest valid value is 16')
+    """
+    below = value // factor * factor
+    if not below:
+        return f"the nearest valid value is {factor}"
+    return f"the nearest valid values are {below} and {below + factor}"
+
+
+def nearest_divisor(value: int, whole: int) -> int:
+    """The divisor of `whole` that is nearest to `value`; of two, the smaller.
+
+    Example:
+        >>> nearest_divisor(3, 8), nearest_divisor(7, 8)
+        (2, 8)
+    """
+    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: (abs(d - value), d))
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.d_model
+    if width % (2 * heads):  # rotary embedding turns pairs of dims
+        yield (
+            f"model.d_model={width} must be a multiple of 2 x model.num_heads={heads} (heads of equal, even width); "
+            f"{nearest_multiples(width, 2 * heads)}"
+        )
+    if heads % kv_heads:
+        yield (
+            f"model.num_kv_heads={kv_heads} must divide model.num_heads={heads}; "
+            f"the nearest valid value is {nearest_divisor(kv_heads, heads)}"
+        )
+    if model.num_dense_layers > model.num_layers:
+        yield (
+            f"model.num_dense_layers={model.num_dense_layers} is more than model.num_layers={model.num_layers}; "
+            f"the nearest valid value is {model.num_layers}"
+        )
+    yield from _positive({"model.rope_theta": model.rope_theta, "model.norm_eps": model.norm_eps})
+
+
+def _schedule(config: Config) -> list[str]:
+    p, num_layers = config.pipeline, config.model.num_layers
+    try:
+        stages = schedule.build(p.schedule, num_ranks=p.pp, num_microbatches=p.num_microbatches).placement.num_stages
+    except ValueError as error:
+        return [f"pipeline: {error}"]
+    if num_layers >= stages:
+        return []
+    return [
+        f"model.num_layers={num_layers} is fewer than the {stages} stages of pipeline.schedule={p.schedule} on "
+        f"pipeline.pp={p.pp} ranks, and a stage cannot be empty; the nearest valid value is {stages}"
+    ]
+
+
+def _experts(config: Config) -> Iterator[str]:
+    ep, moe = config.pipeline.ep, config.model.moe
+    if moe is not None and moe.num_experts % ep:
+        yield (
+            f"pipeline.ep={ep} must divide model.moe.num_experts={moe.num_experts}; "
+            f"the nearest valid value is {nearest_divisor(ep, moe.num_experts)}"
+        )
+
+
+def _batch(data: DataConfig, p: PipelineConfig) -> Iterator[str]:
+    parts = p.num_microbatches * p.dp * p.ep
+    if data.batch_size % parts:
+        yield (
+            f"data.batch_size={data.batch_size} must be a multiple of pipeline.num_microbatches x dp x ep = "
+            f"{p.num_microbatches} x {p.dp} x {p.ep} = {parts}; {nearest_multiples(data.batch_size, parts)}"
+        )
+
+
+def _optimizer(o: OptimizerConfig, steps: int) -> Iterator[str]:
+    yield from _positive(
+        {"optimizer.learning_rate": o.learning_rate, "optimizer.eps": o.eps, "optimizer.clip_norm": o.clip_norm}
+    )
+    if o.learning_rate > 0 and not 0 <= o.min_learning_rate <= o.learning_rate:
+        yield (
+            f"optimizer.min_learning_rate={o.min_learning_rate} must be in 0..{o.learning_rate} "
+            f"(optimizer.learning_rate); the nearest valid value is {0.0 if o.min_learning_rate < 0 else o.learning_rate}"
+        )
+    if not (o.weight_decay >= 0 and math.isfinite(o.weight_decay)):
+        yield f"optimizer.weight_decay={o.weight_decay} must be finite and at least 0; the nearest valid value is 0"
+    for name, beta in (("beta1", o.beta1), ("beta2", o.beta2)):
+        if not 0 <= beta < 1:
+            yield f"optimizer.{name}={beta} must be at least 0 and below 1; a usual value is {0.9 if name == 'beta1' else 0.95}"
+    if o.warmup_steps > steps:
+        yield (
+            f"optimizer.warmup_steps={o.warmup_steps} is more than train.steps={steps}; "
+            f"the nearest valid value is {steps}"
+        )
+
+
+def _positive(values: dict[str, float]) -> Iterable[str]:
+    return [f"{name}={value} must be finite and above 0" for name, value in values.items() if not 0 < value < math.inf]
+
+
+def _devices(p: PipelineConfig, found: int | None, num_processes: int) -> Iterator[str]:
+    mesh = f"the mesh pipeline.pp={p.pp} x dp={p.dp} x ep={p.ep}"
+    if p.num_devices % num_processes:
+        yield (
+            f"{mesh} has {p.num_devices} devices, which {num_processes} processes cannot share evenly; the nearest valid "
+            f"number of processes is {nearest_divisor(num_processes, p.num_devices)}"
+        )
+    elif found is not None and found < p.num_devices:
+        per_process = p.num_devices // num_processes
+        yield (
+            f"{mesh} needs {p.num_devices} devices, found {found}: "
+            f"to emulate them on the CPU, set JAX_PLATFORMS=cpu and "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={per_process}; or choose pp, dp and ep "
+            f"whose product is at most {found}, as --preset debug_one_device does"
+        )
+    elif found is not None and num_processes > 1 and found != p.num_devices:
+        yield (
+            f"{mesh} uses {p.num_devices} of the {found} devices that {num_processes} processes have, so that some "
+            f"processes may have none: give each process {p.num_devices // num_processes} devices"
+        )
