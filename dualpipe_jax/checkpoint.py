@@ -104,7 +104,7 @@ class Checkpointer:
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), restored[_HOST]
 
     def describe(self, step: int) -> dict[str, str]:
-        """What a checkpoint holds: path of each array to its dtype and shape, e.g. {"params.embed": "float32[256,64]"}."""
+        """What a checkpoint holds: path of each array -> dtype and shape, as "float32[256,64]"."""
         tree = self._manager.item_metadata(step)[_ARRAYS].tree
         return {name: _spell(saved) for name, saved in tree.items()}
 
@@ -137,7 +137,7 @@ class Checkpointer:
         self.close()
 
     def _steps(self) -> list[int]:
-        return sorted(self._manager.all_steps(read=True))
+        return sorted(ocp.utils.checkpoint_steps(self._directory))  # the manager counts one under way too
 
     def _compare(self, step: int, wanted: dict[str, Any]) -> None:
         saved, asked = self.describe(step), {name: _spell(leaf) for name, leaf in wanted.items()}

@@ -57,7 +57,7 @@ def processes_from_environment(environment: Mapping[str, str] | None = None) -> 
         LaunchError: settings are missing, malformed or contradictory; names them.
 
     Example:
-        >>> processes_from_environment({"JAX_COORDINATOR_ADDRESS": "a:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"})
+        >>> processes_from_environment({COORDINATOR: "a:1234", NUM_PROCESSES: "2", PROCESS_ID: "1"})
         Processes(process_id=1, num_processes=2, coordinator='a:1234')
         >>> processes_from_environment({})
         Processes(process_id=0, num_processes=1, coordinator=None)
@@ -74,7 +74,8 @@ def processes_from_environment(environment: Mapping[str, str] | None = None) -> 
     if missing or count is None:
         raise LaunchError(
             f"{', '.join(settings)} {'is' if len(settings) == 1 else 'are'} set but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not: set all of {COORDINATOR}, {NUM_PROCESSES} and {PROCESS_ID}, or none"
+            f"{'is' if len(missing) == 1 else 'are'} not: "
+            f"set all of {COORDINATOR}, {NUM_PROCESSES} and {PROCESS_ID}, or none"
         )
     process_id = _integer(settings, PROCESS_ID, least=0)
     if process_id >= count:
@@ -121,7 +122,8 @@ def _time_limit(timeout_s: float, processes: Processes) -> Iterator[None]:
     def give_up() -> None:
         print(
             f"error: process {processes.process_id} could not join the {processes.num_processes} processes at "
-            f"{processes.coordinator} within {timeout_s:g} s; have all of them started, and can they reach that address?",
+            f"{processes.coordinator} within {timeout_s:g} s; "
+            "have all of them started, and can they reach that address?",
             file=sys.stderr,
             flush=True,
         )
@@ -231,6 +233,6 @@ def _check_port_is_free(processes: Processes) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise LaunchError(
-                f"process 0 cannot listen at {processes.coordinator}: {error.strerror}; set {COORDINATOR} to another port "
-                f"on all processes"
+                f"process 0 cannot listen at {processes.coordinator}: {error.strerror}; "
+                f"set {COORDINATOR} to another port on all processes"
             ) from None

@@ -55,6 +55,15 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     )
 
 
+def apply_gradients(
+    optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    """(new parameters, new optimizer state). optax relies on JAX's implicit promotion, whatever the caller's setting."""
+    with jax.numpy_dtype_promotion("standard"):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+
 def zero1_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """Shard a leaf further, over as many unused mesh axes as its dims divide by (Rajbhandari et al., ZeRO, 2020,
     stage 1).

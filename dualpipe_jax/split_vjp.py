@@ -154,11 +154,14 @@ class _Tracer:
     """Holds the two traced halves while `split` decides what goes where; all in terms of flat lists of leaves."""
 
     def __init__(self, f: Callable[..., Any], params: PyTree, x: PyTree, consts: PyTree, has_aux: bool) -> None:
-        self.trees = [jax.tree.structure(t) for t in (params, x, consts)]
+        self.trees: list[Any] = [jax.tree.structure(t) for t in (params, x, consts)]
         self.shapes = [jax.tree.leaves(_shapes(t)) for t in (params, x, consts)]
         self.differentiable = [_inexact(leaves) for leaves in self.shapes[:2]]
         self.sizes = [len(leaves) for leaves in self.shapes]
         self.f, self.has_aux = f, has_aux
+        self.y_tree: Any = None
+        self.aux_tree: Any = None
+        self.vjp_tree: Any = None
         self._trace_forward()
         self._trace_backward()
 
@@ -224,13 +227,15 @@ class _Tracer:
 
     def split(self) -> SplitVJP:
         self._cut()
-        kept = Residuals(*(tuple(_shape_of(v) for v in group) for group in (self.kept_input, self.kept_weight)))
+        until_input: Any = tuple(_shape_of(v) for v in self.kept_input)
+        until_weight: Any = tuple(_shape_of(v) for v in self.kept_weight)
+        cut: Any = tuple(_shape_of(v) for v in self.cut_vars)
         used = [bool(u) for u in _spread(self.differentiable[0], self.dp_nonzero)]
         return SplitVJP(
             output=self.y_tree.unflatten(self.y_shapes),
             aux=self.aux_tree.unflatten(self.aux_shapes),
-            residuals=kept,
-            cut=tuple(_shape_of(v) for v in self.cut_vars),
+            residuals=Residuals(until_input, until_weight),
+            cut=cut,
             used=tuple(used),
             _forward=self._forward,
             _input=self._backward_input,

@@ -149,7 +149,8 @@ class _Run:
     def _next_batch(self) -> PyTree:
         """The next global batch [batch, seq], cut into microbatches and put onto the mesh."""
         m = self.config.pipeline.num_microbatches
-        cut = {name: rows.reshape(m, -1, *rows.shape[1:]) for name, rows in next(self.batches).items()}
+        batch: Any = next(self.batches)
+        cut: Any = {name: rows.reshape(m, -1, *rows.shape[1:]) for name, rows in batch.items()}
         return shard_batch(cut, self.trainer.batch_sharding)
 
     def _line(self, measured: StepMetrics, seconds: float) -> dict[str, float]:

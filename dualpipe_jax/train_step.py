@@ -17,8 +17,9 @@ from dualpipe_jax.config import Config
 from dualpipe_jax.executor import PIPELINE_AXIS, PipelineParams, data_axes, make_mesh, pipeline_value_and_grad
 from dualpipe_jax.model.model import Model, expert_specs, with_weights
 from dualpipe_jax.model.partition import StageLayers, from_pipeline, partition, to_pipeline
-from dualpipe_jax.optimizer import learning_rate_schedule, make_optimizer, names_of, zero1_shardings
+from dualpipe_jax.optimizer import apply_gradients, learning_rate_schedule, make_optimizer, names_of, zero1_shardings
 from dualpipe_jax.schedule import Schedule, build
+from dualpipe_jax.schedule.placement import SlotRule
 
 PyTree = Any
 
@@ -76,7 +77,7 @@ class Trainer:
         p = self.config.pipeline
         # On CPU the fewest programs compile fastest; elsewhere the steady state should be one program on all ranks.
         steady = jax.default_backend() != "cpu" if p.slot_rule == "auto" else p.slot_rule == "steady"
-        rule = "steady" if steady else "depth"
+        rule: SlotRule = "steady" if steady else "depth"
         return build(p.schedule, num_ranks=p.pp, num_microbatches=p.num_microbatches, slot_rule=rule)
 
     @cached_property
@@ -119,8 +120,8 @@ class Trainer:
 
     @cached_property
     def state_shardings(self) -> TrainState:
-        """How a state is spread between steps."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        """How a state is spread between steps: a `NamedSharding` in place of each array."""
+        whole: Any = NamedSharding(self.mesh, PartitionSpec())
         params = zero1_shardings(self.param_shapes, self.compute_specs, self.mesh)
         shapes = jax.eval_shape(self.optimizer.init, self.param_shapes)
         moments = optax.tree.map_params(
@@ -174,8 +175,7 @@ class Trainer:
         grads = jax.lax.with_sharding_constraint(grads, self.state_shardings.params)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updates, moments = self.optimizer.update(grads, state.optimizer, state.params)
-        updated = optax.apply_updates(state.params, updates)
+        updated, moments = apply_gradients(self.optimizer, grads, state.optimizer, state.params)
         if self.config.model.moe:
             updated = _update_router_biases(updated, aux.stages, self.config.model.moe.bias_rate)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731

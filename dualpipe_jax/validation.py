@@ -1,4 +1,4 @@
-"""All that can be wrong in a configuration, said before anything is compiled: the value, the rule, the nearest valid value."""
+"""All that can be wrong in a configuration, said before anything is compiled: value, rule, nearest valid value."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_config(config: Config, num_devices: int | None = None, num_processes: 
         ConfigError: names each wrong value by its flag, the rule, and the nearest valid value.
 
     Example:
-        >>> check_config(Config(), num_devices=1)
+        >>> check_config(Config(), num_devices=1)  # doctest: +IGNORE_EXCEPTION_DETAIL
         Traceback (most recent call last):
-        dualpipe_jax.validation.ConfigError: the mesh pipeline.pp=4 x dp=1 x ep=2 needs 8 devices, found 1: ...
+        ConfigError: the mesh pipeline.pp=4 x dp=1 x ep=2 needs 8 devices, found 1: to emulate them on the CPU, set ...
     """
     problems = list(_ranges(config))
     if not problems:  # the rules below divide by these values
@@ -57,7 +57,11 @@ def _ranges(config: Config) -> Iterator[str]:
     yield from _at_least(0, "checkpoint", config.checkpoint, "every")
     yield from _at_least(1, "checkpoint", config.checkpoint, "keep")
     if train.stop_at is not None and not 1 <= train.stop_at <= train.steps:
-        yield f"train.stop_at={train.stop_at} must be in 1..{train.steps} (train.steps); {_nearest(train.stop_at, 1, train.steps)}"
+        nearest = min(max(train.stop_at, 1), train.steps)
+        yield (
+            f"train.stop_at={train.stop_at} must be in 1..{train.steps} (train.steps); "
+            f"the nearest valid value is {nearest}"
+        )
 
 
 def _at_least(least: int, section: str, values: object, *names: str) -> Iterator[str]:
@@ -65,10 +69,6 @@ def _at_least(least: int, section: str, values: object, *names: str) -> Iterator
         value = getattr(values, name)
         if value < least:
             yield f"{section}.{name}={value} must be at least {least}; the nearest valid value is {least}"
-
-
-def _nearest(value: int, least: int, most: int) -> str:
-    return f"the nearest valid value is {min(max(value, least), most)}"
 
 
 def nearest_multiples(value: int, factor: int) -> str:
@@ -153,13 +153,14 @@ def _optimizer(o: OptimizerConfig, steps: int) -> Iterator[str]:
     if o.learning_rate > 0 and not 0 <= o.min_learning_rate <= o.learning_rate:
         yield (
             f"optimizer.min_learning_rate={o.min_learning_rate} must be in 0..{o.learning_rate} "
-            f"(optimizer.learning_rate); the nearest valid value is {0.0 if o.min_learning_rate < 0 else o.learning_rate}"
+            f"(optimizer.learning_rate); the nearest valid value is "
+            f"{0.0 if o.min_learning_rate < 0 else o.learning_rate}"
         )
     if not (o.weight_decay >= 0 and math.isfinite(o.weight_decay)):
         yield f"optimizer.weight_decay={o.weight_decay} must be finite and at least 0; the nearest valid value is 0"
-    for name, beta in (("beta1", o.beta1), ("beta2", o.beta2)):
+    for name, beta, usual in (("beta1", o.beta1, 0.9), ("beta2", o.beta2, 0.95)):
         if not 0 <= beta < 1:
-            yield f"optimizer.{name}={beta} must be at least 0 and below 1; a usual value is {0.9 if name == 'beta1' else 0.95}"
+            yield f"optimizer.{name}={beta} must be at least 0 and below 1; a usual value is {usual}"
     if o.warmup_steps > steps:
         yield (
             f"optimizer.warmup_steps={o.warmup_steps} is more than train.steps={steps}; "
@@ -175,8 +176,8 @@ def _devices(p: PipelineConfig, found: int | None, num_processes: int) -> Iterat
     mesh = f"the mesh pipeline.pp={p.pp} x dp={p.dp} x ep={p.ep}"
     if p.num_devices % num_processes:
         yield (
-            f"{mesh} has {p.num_devices} devices, which {num_processes} processes cannot share evenly; the nearest valid "
-            f"number of processes is {nearest_divisor(num_processes, p.num_devices)}"
+            f"{mesh} has {p.num_devices} devices, which {num_processes} processes cannot share evenly; "
+            f"the nearest valid number of processes is {nearest_divisor(num_processes, p.num_devices)}"
         )
     elif found is not None and found < p.num_devices:
         per_process = p.num_devices // num_processes

@@ -190,6 +190,52 @@ def test_a_save_under_way_is_not_the_latest(tmp_path):
         assert checkpointer.latest() == 2
 
 
+def test_two_processes_save_what_one_restores(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            import sys
+            from dualpipe_jax.distributed import exit_on_failure, initialize_from_environment
+            processes = initialize_from_environment(timeout_s=30)
+            with exit_on_failure(processes):
+                import jax
+                import numpy as np
+                from jax.sharding import AxisType, NamedSharding, PartitionSpec
+                from dualpipe_jax.checkpoint import Checkpointer
+                mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,))
+                sharding = NamedSharding(mesh, PartitionSpec("x"))
+                whole = np.arange(1 << 22, dtype=np.float32) // (1 << 20)
+                x = jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+                with Checkpointer(sys.argv[1]) as checkpointer:
+                    checkpointer.save(1, {"x": x}, {})
+                    checkpointer.save(2, {"x": x + 1}, {})
+                    checkpointer.wait()
+                    assert checkpointer.latest() == 2
+                jax.distributed.shutdown()
+        """)
+    )
+    launch = Path(__file__).parent.parent / "run" / "launch.py"
+    options = [
+        "--processes",
+        "2",
+        "--devices-per-process",
+        "2",
+        "--script",
+        str(script),
+        "--log-dir",
+        str(tmp_path / "log"),
+    ]
+    result = subprocess.run(
+        [sys.executable, str(launch), *options, "--", str(tmp_path / "checkpoints")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert restored_value(tmp_path / "checkpoints", 2) == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_unusable_folder(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot use the folder of checkpoints"):

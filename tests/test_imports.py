@@ -26,12 +26,13 @@ RULES = {
     },
     # The model speaks the executor's public language (what a stage returns), as any user's model would.
     "dualpipe_jax/model/**/*.py": {
-        *ARRAYS, "flax", "moe", "dualpipe_jax.config", "dualpipe_jax.executor", "dualpipe_jax.model", "dualpipe_jax.schedule",
+        *ARRAYS, "flax", "moe",
+        "dualpipe_jax.config", "dualpipe_jax.executor", "dualpipe_jax.model", "dualpipe_jax.schedule",
     },
     "dualpipe_jax/data/**/*.py": {*ARRAYS, "grain", "dualpipe_jax.data"},
     "configs/**/*.py": {"configs", "dualpipe_jax.config", "moe.config"},
 }  # fmt: skip
-# Drawing is for those who ask for it: allowed inside a function, so that importing the module does not need it.
+# Drawing is for those who ask for it: allowed where it waits, so that importing the module does not need it.
 LAZY = {"dualpipe_jax/schedule/render.py": {"matplotlib"}}
 # May be imported before the emulated devices are set up.
 WITHOUT_JAX = (
@@ -52,26 +53,26 @@ def sources():
 
 
 def imports(tree):
-    """(name, is inside a function) of all that a module imports."""
-    inside = {
-        child
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for child in ast.walk(node)
-    }
+    """(name, does it wait) of all that a module imports; what is in a function, or for type checkers only, waits."""
+    lazy_nodes = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) or is_type_checking(node))
+    lazy = {child for node in lazy_nodes for child in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node in inside) for alias in node.names)
+            yield from ((alias.name, node in lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute, so that this test can read them"
             # `from dualpipe_jax import schedule` means dualpipe_jax.schedule
-            yield from ((f"{node.module}.{alias.name}", node in inside) for alias in node.names)
+            yield from ((f"{node.module}.{alias.name}", node in lazy) for alias in node.names)
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def violations(path, source, allowed, lazy=frozenset()):
     found = []
-    for name, inside in imports(ast.parse(source)):
-        permitted = allowed | (lazy if inside else frozenset())
+    for name, waits in imports(ast.parse(source)):
+        permitted = allowed | (lazy if waits else frozenset())
         known = name.split(".")[0] in STDLIB or any(name == p or name.startswith(f"{p}.") for p in permitted)
         if not known:
             found.append(f"{path} imports {name}")

@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from moe.config import MoEConfig
 
 import configs
 from dualpipe_jax.config import Config
 from dualpipe_jax.validation import ConfigError, check_config, nearest_divisor
+from moe.config import MoEConfig
 
 
 def changed(section, **values):
@@ -62,9 +62,7 @@ def test_each_mistake_is_named_in_one_line(section, values, said):
 
 
 def test_several_mistakes_are_listed_together():
-    config = dataclasses.replace(
-        changed("model", num_layers=2, num_kv_heads=3), data=changed("data", batch_size=5).data
-    )
+    config = dataclasses.replace(changed("model", d_model=130, num_kv_heads=3), data=changed("data", batch_size=5).data)
     with pytest.raises(ConfigError) as caught:
         check_config(config, num_devices=1)
     lines = str(caught.value).splitlines()

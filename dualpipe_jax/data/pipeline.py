@@ -10,7 +10,7 @@ this process's devices only the rows that belong there.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict
 
 import grain
@@ -113,13 +113,9 @@ class Batches(Iterator[Batch]):
         self._batches.set_state({"next_index": state["next_batch"]})
 
 
-def shard_batch(batch: Batch, sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
-    """The global batch as arrays of `sharding`; copies only the rows that this process's devices hold."""
-    return {
-        name: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-        for name, array in _arrays(batch).items()
-    }
+def shard_batch(batch: Mapping[str, Any], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
+    """A global batch (NumPy arrays, equal on all processes) as arrays of `sharding`.
 
-
-def _arrays(batch: Batch) -> dict[str, np.ndarray]:
-    return {"tokens": batch["tokens"], "targets": batch["targets"]}
+    Copies only the rows that this process's devices hold.
+    """
+    return {name: jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for name, a in batch.items()}

@@ -61,7 +61,7 @@ def run_straight(
     operations: Sequence[Operation], active: np.ndarray, state: State, row: Row, flags: jax.Array
 ) -> State:
     """Run what all ranks run (by `active`, bool [ticks, ranks, operations]); what some run, under a condition."""
-    everywhere, somewhere = active.all((0, 1)), active.any((0, 1))
+    everywhere, somewhere = np.all(active, axis=(0, 1)).tolist(), np.any(active, axis=(0, 1)).tolist()
     for i, operation in enumerate(operations):
         if everywhere[i]:
             state = operation(state, row)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -234,23 +235,23 @@ def operations(cells: Cells, names: tuple[tuple[Any, ...], ...]) -> list[Operati
 
 
 def _operation(cells: Cells, name: str, *key: int) -> Operation:
+    function = _function(cells, name, *key)
+
     def run(state: State, row: dict[str, jax.Array]) -> State:
         with jax.named_scope("_".join(map(str, (name, *key)))):
-            match name:
-                case "first":
-                    return cells.first(state, row)
-                case "forward":
-                    return cells.forward(*key, state, row)
-                case "last":
-                    return cells.last(state, row)
-                case "backward":
-                    return cells.backward(*key, True, state, row)
-                case "backward_input":
-                    return cells.backward(*key, False, state, row)
-                case "first_backward":
-                    return cells.first_backward(state, row)
-                case "backward_weight":
-                    return cells.weight(*key, state, row)
-        raise AssertionError(name)
+            return function(state, row)
 
     return run
+
+
+def _function(cells: Cells, name: str, kind: int = 0, slot: int = 0) -> Operation:
+    functions: dict[str, Operation] = {
+        "first": cells.first,
+        "forward": partial(cells.forward, kind, slot),
+        "last": cells.last,
+        "backward": partial(cells.backward, kind, slot, True),
+        "backward_input": partial(cells.backward, kind, slot, False),
+        "first_backward": cells.first_backward,
+        "backward_weight": partial(cells.weight, kind, slot),
+    }
+    return functions[name]

@@ -95,7 +95,7 @@ def pipeline_value_and_grad(
     program = _Program.build(fns, schedule, mesh, form)
     stage_specs, shared_specs = _Specs(stage_specs), _Specs(shared_specs)
     rows = PartitionSpec(None, data_axes(mesh)) if batch_spec is None else batch_spec
-    owned = PartitionSpec(PIPELINE_AXIS)
+    owned: Any = PartitionSpec(PIPELINE_AXIS)
 
     def grad_fn(params: PipelineParams, batch: PyTree) -> tuple[tuple[jax.Array, Aux], PipelineParams]:
         _check_batch(batch, schedule.num_microbatches)
@@ -253,6 +253,7 @@ def _column(table: TickTable, name: str) -> np.ndarray:
 
 def _psum_missing(tree: PyTree, specs: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Sum each leaf over those `axes` that its spec does not name; leaves that need the same sum go together."""
+    structure: Any
     leaves, structure = jax.tree.flatten(tree)
     flat_specs = structure.flatten_up_to(specs)
     missing = [tuple(a for a in axes if a not in _names(spec)) for spec in flat_specs]

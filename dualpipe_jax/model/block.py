@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
-from moe.layer import MoEStats, init_moe, moe
 
 from dualpipe_jax.config import ModelConfig
 from dualpipe_jax.model.layers import Attention, RMSNorm, SwiGLU
+from moe.layer import MoEStats, init_moe, moe
 
 
 class DenseBlock(nnx.Module):
@@ -41,18 +41,19 @@ class MoEBlock(nnx.Module):
 
     def __init__(self, config: MoEBlockConfig, *, rngs: nnx.Rngs) -> None:
         model = config.model
-        self.config = config
+        assert model.moe is not None
+        self.experts, self.axis = model.moe, config.axis
         self.attention_norm = RMSNorm(model, rngs=rngs)
         self.attention = Attention(model, rngs=rngs)
         self.ffn_norm = RMSNorm(model, rngs=rngs)
-        self.moe = nnx.Dict(_as_params(init_moe(rngs.params(), model.d_model, model.moe)))
+        self.moe = nnx.Dict(_as_params(init_moe(rngs.params(), model.d_model, self.experts)))
 
     def __call__(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], MoEStats]:
         x = x + self.attention(self.attention_norm(x))
         params: Any = jax.tree.map(
             lambda p: p[...], nnx.to_pure_dict(nnx.state(self.moe)), is_leaf=lambda p: isinstance(p, nnx.Variable)
         )
-        y, stats = moe(params, self.ffn_norm(x), self.config.model.moe, self.config.axis)
+        y, stats = moe(params, self.ffn_norm(x), self.experts, self.axis)
         return x + y, stats
 
 

@@ -5,15 +5,13 @@ Shapes: B sequences, S tokens each, D model width, H heads of width K, G key/val
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from moe.experts import swiglu
 
 from dualpipe_jax.config import ModelConfig
+from moe.experts import swiglu
 
 
 def scaled_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> Array:
@@ -98,7 +96,6 @@ class Head(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.norm = RMSNorm(config, rngs=rngs)
         d = config.d_model
-        self.projection: Any = None
         if not config.tied_embeddings:
             self.projection = nnx.Param(scaled_normal(rngs.params(), (d, config.vocab_size), d))
 

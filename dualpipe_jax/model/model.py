@@ -117,6 +117,7 @@ class Stage:
 
     def _auxiliary_loss(self, router: Any) -> jax.Array:
         moe, model = self.model.config.moe, self.model
+        assert moe is not None
         balance = moe.balance_loss_weight / model.num_sequences * router.balance_loss
         return balance + moe.z_loss_weight / (model.num_sequences * model.seq_len) * router.z_loss
 

@@ -6,14 +6,18 @@ table = lower(schedule)
 
 from dualpipe_jax.schedule.actions import Action, Cell, Kind, Schedule, format_cell, parse_action, parse_cell
 from dualpipe_jax.schedule.builders import BUILDERS, build, nearest_microbatches
+from dualpipe_jax.schedule.costs import Costs
 from dualpipe_jax.schedule.dualpipe import dualpipe
 from dualpipe_jax.schedule.dualpipe_v import dualpipe_v
 from dualpipe_jax.schedule.graph import ScheduleError
 from dualpipe_jax.schedule.lower import lower
 from dualpipe_jax.schedule.one_f_one_b import one_f_one_b
 from dualpipe_jax.schedule.placement import Placement
+from dualpipe_jax.schedule.replay import validate_table
+from dualpipe_jax.schedule.simulate import Mode, Simulation, simulate
 from dualpipe_jax.schedule.table import Segment, TickTable
 from dualpipe_jax.schedule.text import format_schedule, parse_schedule
+from dualpipe_jax.schedule.validate import validate
 
 __all__ = [
     "build",
@@ -33,7 +37,13 @@ __all__ = [
     "parse_cell",
     "format_schedule",
     "parse_schedule",
+    "validate",
+    "Costs",
+    "Mode",
+    "Simulation",
+    "simulate",
     "lower",
     "TickTable",
     "Segment",
+    "validate_table",
 ]

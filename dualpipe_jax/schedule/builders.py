@@ -9,8 +9,12 @@ from typing import Any
 from dualpipe_jax.schedule.actions import Schedule
 from dualpipe_jax.schedule.dualpipe import dualpipe
 from dualpipe_jax.schedule.dualpipe_v import dualpipe_v
+from dualpipe_jax.schedule.gpipe import gpipe
+from dualpipe_jax.schedule.interleaved import interleaved_1f1b
 from dualpipe_jax.schedule.one_f_one_b import one_f_one_b
 from dualpipe_jax.schedule.placement import SlotRule
+from dualpipe_jax.schedule.zb_h import zb_h1, zb_h2
+from dualpipe_jax.schedule.zb_v import zb_v
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,12 @@ class Builder:
 
 
 BUILDERS: dict[str, Builder] = {
+    "gpipe": Builder(gpipe),
     "1f1b": Builder(one_f_one_b),
+    "interleaved_1f1b": Builder(interleaved_1f1b),
+    "zb_h1": Builder(zb_h1),
+    "zb_h2": Builder(zb_h2),
+    "zb_v": Builder(zb_v),
     "dualpipe": Builder(dualpipe, lambda p: 2 * p, lambda p: 2, even_ranks=True),
     "dualpipe_v": Builder(dualpipe_v, lambda p: 2 * p),
 }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dualpipe_jax.schedule.actions import Action, Kind, Schedule, format_cell
-from dualpipe_jax.schedule.graph import PHASE, CellGraph, ScheduleError, cell_graph, result
+from dualpipe_jax.schedule.actions import Action, Kind, Schedule
+from dualpipe_jax.schedule.graph import PHASE, CellGraph, Value, cell_graph, result
 from dualpipe_jax.schedule.placement import Placement
 from dualpipe_jax.schedule.segments import cut_segments
 from dualpipe_jax.schedule.slots import Lifetime, assign_slots
 from dualpipe_jax.schedule.table import COLUMNS, TickTable
+from dualpipe_jax.schedule.validate import validate
 
 # A tick has four moments: F, B or I, W, and the exchange of messages.
 MOMENTS, EXCHANGE = 4, 3
@@ -30,19 +31,19 @@ def lower(schedule: Schedule, stage_kinds: Sequence[int] | None = None) -> TickT
             shapes. Default: all 0.
 
     Raises:
-        ScheduleError: a cell has two actions of one phase, an input is never made, or the ranks deadlock.
+        ScheduleError: the schedule is not valid.
         ValueError: `stage_kinds` has another length than the number of stages.
     """
     placement = schedule.placement
     kinds = tuple(stage_kinds) if stage_kinds is not None else (0,) * placement.num_stages
     if len(kinds) != placement.num_stages:
         raise ValueError(f"stage_kinds has {len(kinds)} entries; give one for each of {placement.num_stages} stages")
-    _check_cells(schedule)
+    validate(schedule)
     graph = cell_graph(schedule)
     ticks = assign_ticks(graph)
     columns = {name: np.full((max(ticks, default=-1) + 1, placement.num_ranks), -1, np.int32) for name in COLUMNS}
     lifetimes: dict[tuple[int, str, int], list[Lifetime]] = defaultdict(list)
-    where = {result(a): ticks[i] for i, cell in enumerate(graph.cells) for a in cell}
+    where: dict[Value, int] = {result(a): ticks[i] for i, cell in enumerate(graph.cells) for a in cell}
     for i, cell in enumerate(graph.cells):
         for action in cell:
             _fill_action(columns, schedule, action, ticks[i])
@@ -78,16 +79,6 @@ def assign_ticks(graph: CellGraph, hop: int = 1) -> list[int]:
     return ticks
 
 
-def _check_cells(schedule: Schedule) -> None:
-    for rank, cells in enumerate(schedule.ranks):
-        for cell in cells:
-            phases = [PHASE[a.kind] for a in cell]
-            if not phases or phases != sorted(set(phases)):
-                raise ScheduleError(
-                    f"rank {rank}: cell {format_cell(cell)} must have at most one F, one of B and I, one W, in this order"
-                )
-
-
 def _largest(sizes: dict[tuple[int, str, int], int], buffer: str, kind: int) -> int:
     return max((size for (_, b, k), size in sizes.items() if (b, k) == (buffer, kind)), default=0)
 
@@ -103,44 +94,37 @@ def _fill_action(columns: dict[str, np.ndarray], schedule: Schedule, action: Act
 
 
 def _values(
-    schedule: Schedule, action: Action, where: dict[tuple[str, int, int, int], int], kinds: tuple[int, ...]
+    schedule: Schedule, action: Action, where: Mapping[Value, int], kinds: tuple[int, ...]
 ) -> list[tuple[str, int, Lifetime]]:
     """The values that an action makes: (buffer, kind of stage, lifetime)."""
-    placement, stage, direction, microbatch = schedule.placement, action.stage, action.direction, action.microbatch
-    rank, kind = placement.rank_of(stage, direction), kinds[stage]
-    tick = where[result(action)]
-    last = stage == placement.num_stages - 1
-    backward = where["B", direction, stage, microbatch]
-    weight = where.get(("W", direction, stage, microbatch))
+    placement, stage = schedule.placement, action.stage
+    place = action.direction, stage, action.microbatch
+    rank, kind, tick = placement.rank_of(stage, action.direction), kinds[stage], where[result(action)]
+
+    def live(last: Kind, *uses: tuple[int, str]) -> Lifetime:
+        """From this tick to the last use, which is an action of kind `last`."""
+        return Lifetime(rank, tick * MOMENTS, uses[-1][0] * MOMENTS + PHASE[last], uses)
+
+    backward, weight = where["B", *place], where.get(("W", *place))
     if action.kind is Kind.F:
-        uses = [(backward, "backward_weight_residual")] + ([] if weight is None else [(weight, "weight_residual")])
-        end = _moment(*((backward, Kind.B) if weight is None else (weight, Kind.W)))
-        kept = Lifetime(
-            rank,
-            tick * MOMENTS,
-            _moment(backward, Kind.B),
-            ((tick, "forward_residual"), (backward, "backward_residual")),
-        )
-        whole = Lifetime(rank, tick * MOMENTS, end, ((tick, "forward_weight_residual"), *uses))
-        values = [("residual", kind, kept), ("weight_residual", kind, whole)]
-        if last:
-            read = (backward, "backward_output_gradient")
-            loss = Lifetime(rank, tick * MOMENTS, _moment(backward, Kind.B), ((tick, "forward_loss"), read))
+        uses = [(tick, "forward_weight_residual"), (backward, "backward_weight_residual")]
+        uses += [] if weight is None else [(weight, "weight_residual")]
+        values = [
+            ("residual", kind, live(Kind.B, (tick, "forward_residual"), (backward, "backward_residual"))),
+            ("weight_residual", kind, live(Kind.B if weight is None else Kind.W, *uses)),
+        ]
+        if stage == placement.num_stages - 1:
+            loss = live(Kind.B, (tick, "forward_loss"), (backward, "backward_output_gradient"))
             return [*values, ("gradient", 0, loss)]
-        reader = where["F", direction, stage + 1, microbatch]
+        reader = where["F", action.direction, stage + 1, action.microbatch]
         return [*values, ("activation", 0, _sent(placement, action, tick, reader))]
     values = []
-    if action.kind is Kind.I:
-        assert weight is not None
-        cut = Lifetime(rank, tick * MOMENTS, _moment(weight, Kind.W), ((tick, "backward_cut"), (weight, "weight_cut")))
-        values.append(("cut", kind, cut))
+    if action.kind is Kind.I and weight is not None:
+        values.append(("cut", kind, live(Kind.W, (tick, "backward_cut"), (weight, "weight_cut"))))
     if action.kind is not Kind.W and stage > 0:
-        values.append(("gradient", 0, _sent(placement, action, tick, where["B", direction, stage - 1, microbatch])))
+        reader = where["B", action.direction, stage - 1, action.microbatch]
+        values.append(("gradient", 0, _sent(placement, action, tick, reader)))
     return values
-
-
-def _moment(tick: int, kind: Kind) -> int:
-    return tick * MOMENTS + PHASE[kind]
 
 
 def _sent(placement: Placement, action: Action, tick: int, reader: int) -> Lifetime:
@@ -149,7 +133,7 @@ def _sent(placement: Placement, action: Action, tick: int, reader: int) -> Lifet
     source = placement.rank_of(action.stage, action.direction)
     rank = placement.rank_of(action.stage + (1 if forward else -1), action.direction)
     read = (reader, "forward_input" if forward else "backward_output_gradient")
-    end = _moment(reader, Kind.F if forward else Kind.B)
+    end = reader * MOMENTS + PHASE[Kind.F if forward else Kind.B]
     if rank == source:
         written = "forward_local" if forward else "backward_local"
         return Lifetime(rank, tick * MOMENTS, end, ((tick, written), read))

@@ -94,7 +94,7 @@ class Placement:
         return _inverse(self)[rank, slot]
 
     def home(self, stage: int) -> tuple[int, int]:
-        """(rank, slot) of direction 0's copy of a stage; a bidirectional placement's other copy is on its mirror rank."""
+        """(rank, slot) of direction 0's copy of a stage; the other copy, if any, is on the mirror rank."""
         return self.rank_of(stage), self.slot_of(stage)
 
 

@@ -12,6 +12,9 @@ from dualpipe_jax.schedule.table import CHANNELS, TickTable
 Name = tuple[str, int, int, int]
 """(what, direction, stage, microbatch) of a value."""
 
+Pool = tuple[str, int, int]
+"""(buffer, kind of stage, number of slots)."""
+
 
 def validate_table(table: TickTable, schedule: Schedule) -> None:
     """Check that a table does what a schedule says: the invariants in `TickTable`'s docstring.
@@ -48,17 +51,16 @@ class _Replay:
         if stage < 0:
             return None
         slot = self.at(f"{phase}_slot", tick, rank)
-        placed, direction = self.schedule.placement.stage_of(rank, slot)
+        placement = self.schedule.placement
+        placed, direction = placement.stage_of(rank, slot) if 0 <= slot < placement.slots else (-1, 0)
         if placed != stage:
-            raise ScheduleError(f"{tick=} {rank=}: {phase}_slot={slot} holds stage {placed}, not {stage}")
+            raise ScheduleError(f"{tick=} {rank=}: {phase}_slot={slot} does not hold stage {stage}")
         index = self.at(f"{phase}_microbatch", tick, rank) - direction * self.schedule.microbatches_per_direction
         action = Action(kind, stage, direction, index)
         self.order.setdefault(rank, []).append(action)
         return action
 
-    def write(
-        self, column: str, tick: int, rank: int, pool: tuple[str, int, int], name: Name, late: bool = False
-    ) -> None:
+    def write(self, column: str, tick: int, rank: int, pool: Pool, name: Name, late: bool = False) -> None:
         buffer, kind, size = pool
         slot, slots = self.at(column, tick, rank), self.buffers.setdefault((rank, buffer, kind), {})
         if not 0 <= slot < size:
@@ -105,11 +107,9 @@ class _Replay:
         else:
             name = ("activation", action.direction, stage - 1, action.microbatch)
             self.read("forward_input", tick, rank, "activation", 0, name)
-        sizes = self.table.num_residual_slots[kind], self.table.num_weight_residual_slots[kind]
-        self.write("forward_residual", tick, rank, ("residual", kind, sizes[0]), ("residual", *value))
-        self.write(
-            "forward_weight_residual", tick, rank, ("weight_residual", kind, sizes[1]), ("weight_residual", *value)
-        )
+        for buffer in ("residual", "weight_residual"):
+            pool = buffer, kind, getattr(self.table, f"num_{buffer}_slots")[kind]
+            self.write(f"forward_{buffer}", tick, rank, pool, (buffer, *value))
         if stage == self.schedule.placement.num_stages - 1:
             pool = ("gradient", 0, self.table.num_gradient_slots)
             self.write("forward_loss", tick, rank, pool, ("gradient", action.direction, stage + 1, action.microbatch))

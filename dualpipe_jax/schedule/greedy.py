@@ -1,0 +1,214 @@
+"""A list scheduler: whenever a rank is free, it takes the most urgent action that is ready and fits in memory."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from dualpipe_jax.schedule.actions import Action, Kind, Schedule
+from dualpipe_jax.schedule.costs import Cost, Costs, cost_at
+from dualpipe_jax.schedule.placement import Placement
+
+# Times are sums of floats: two that differ by less are the same moment.
+SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank keeps, in any one unit (bytes, or activations of one microbatch through 1/P of the layers).
+
+    Attributes:
+        limit: for each rank.
+        activation: kept by one stage for one microbatch from F to I; None: 1/slots, or 1 where each direction has a copy.
+        weight: kept from I to W; None: as much as the activation.
+    """
+
+    limit: float = float("inf")
+    activation: Cost | None = None
+    weight: Cost | None = None
+
+    def sizes(self, placement: Placement) -> tuple[list[float], list[float]]:
+        """(activation, weight) of each stage."""
+        share = placement.num_ranks / placement.num_stages
+        stages = range(placement.num_stages)
+        activation = [share if self.activation is None else cost_at(self.activation, s) for s in stages]
+        weight = activation if self.weight is None else [cost_at(self.weight, s) for s in stages]
+        return activation, list(weight)
+
+
+class Policy(NamedTuple):
+    """How to choose among what is ready.
+
+    Attributes:
+        first: kind of action to prefer, "I" or "F".
+        forward: among the rank's stages, run the F of the deepest, the shallowest, or of the earliest microbatch.
+        fill: the part of the memory limit to use.
+    """
+
+    first: Literal["I", "F"] = "I"
+    forward: Literal["deep", "shallow", "early"] = "deep"
+    fill: float = 1.0
+
+
+@dataclass
+class _Place:
+    """One stage of a rank in one direction.
+
+    forward_at, backward_at: when inputs of F and I arrive, by microbatch, as far as they are known.
+    later: memory that one microbatch in each deeper stage of the rank takes.
+    """
+
+    stage: int
+    direction: int
+    hold: float
+    later: float = 0.0
+    forward_at: list[float] = field(default_factory=list)
+    backward_at: list[float] = field(default_factory=list)
+    forwards: int = 0
+    backwards: int = 0
+
+
+@dataclass
+class _Rank:
+    places: list[_Place]
+    used: float = 0.0
+    busy_until: float = 0.0
+    weights: deque[Action] = field(default_factory=deque)
+    done: list[Action] = field(default_factory=list)
+
+
+def list_schedule(
+    placement: Placement,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    memory: Memory | None = None,
+    policy: Policy = Policy(),
+    name: str = "greedy",
+) -> Schedule:
+    """Schedule with a split backward by a list scheduler.
+
+    It cannot deadlock: a stage's F leaves room for one microbatch in each deeper stage of its rank, so the microbatch that is
+    furthest can always go on.
+
+    Raises:
+        ValueError: the memory limit is less than one microbatch in each stage of a rank.
+
+    Example:
+        >>> from dualpipe_jax.schedule.simulate import simulate
+        >>> simulate(list_schedule(Placement("v", num_ranks=4, slots=2), 8)).makespan
+        51.0
+    """
+    return _Greedy(placement, num_microbatches, costs or Costs(), memory or Memory(), policy).run(name)
+
+
+class _Greedy:
+    def __init__(
+        self, placement: Placement, num_microbatches: int, costs: Costs, memory: Memory, policy: Policy
+    ) -> None:
+        costs.check(placement.num_stages)
+        self.placement, self.num_microbatches, self.costs, self.policy = placement, num_microbatches, costs, policy
+        activation, self.weight = memory.sizes(placement)
+        self.hold = [max(pair) for pair in zip(activation, self.weight, strict=True)]
+        self.per_direction = num_microbatches // placement.num_directions
+        self.events: list[tuple[float, int]] = []
+        self.ranks: list[_Rank] = []
+        self.place: dict[tuple[int, int], _Place] = {}
+        for rank in range(placement.num_ranks):
+            self._add_rank(rank)
+        self.limit = max(memory.limit * policy.fill, max(self._needs(rank) for rank in self.ranks))
+        least = max(self._needs(rank) for rank in self.ranks)
+        if memory.limit < least - SAME:
+            raise ValueError(f"a memory limit of {memory.limit} is too small; nearest valid: {least}")
+
+    @staticmethod
+    def _needs(rank: _Rank) -> float:
+        return sum(place.hold for place in rank.places)
+
+    def _add_rank(self, rank: int) -> None:
+        held = sorted(self.placement.stage_of(rank, slot) for slot in range(self.placement.slots))
+        places = [_Place(stage, direction, self.hold[stage]) for stage, direction in held]
+        for i, place in enumerate(places):
+            place.later = sum(p.hold for p in places[i + 1 :])
+            self.place[place.stage, place.direction] = place
+            if place.stage == 0:
+                place.forward_at = [0.0] * self.per_direction
+        self.ranks.append(_Rank(places))
+        heapq.heappush(self.events, (0.0, rank))
+
+    def run(self, name: str) -> Schedule:
+        while self.events:
+            now, index = heapq.heappop(self.events)
+            while self.events and self.events[0] == (now, index):
+                heapq.heappop(self.events)
+            rank = self.ranks[index]
+            if rank.busy_until > now + SAME:
+                continue
+            action = self._choose(rank, now)
+            if action is not None:
+                self._start(index, rank, action, now)
+        ranks = tuple(tuple((action,) for action in rank.done) for rank in self.ranks)
+        return Schedule(name, self.placement, self.num_microbatches, ranks)
+
+    def _choose(self, rank: _Rank, now: float) -> Action | None:
+        backward = self._backward(rank, now)
+        forward = self._forward(rank, now)
+        first, second = (backward, forward) if self.policy.first == "I" else (forward, backward)
+        if first is not None or second is not None:
+            return first or second
+        return rank.weights[0] if rank.weights else None
+
+    def _backward(self, rank: _Rank, now: float) -> Action | None:
+        """The ready I of the earliest microbatch, and of those the deepest stage's."""
+        best: tuple[int, int, _Place] | None = None
+        for place in rank.places:
+            m = place.backwards
+            if m < len(place.backward_at) and place.backward_at[m] <= now + SAME:
+                key = (m, -place.stage, place)
+                if best is None or key[:2] < best[:2]:
+                    best = key
+        return None if best is None else Action(Kind.I, best[2].stage, best[2].direction, best[0])
+
+    def _forward(self, rank: _Rank, now: float) -> Action | None:
+        best: tuple[int, _Place] | None = None
+        for place in rank.places:
+            m = place.forwards
+            if m >= len(place.forward_at) or place.forward_at[m] > now + SAME:
+                continue
+            if rank.used + place.hold + place.later > self.limit + SAME:
+                continue
+            rule = self.policy.forward
+            urgency = {"deep": -place.stage, "shallow": place.stage, "early": m * len(self.place) - place.stage}[rule]
+            if best is None or urgency < best[0]:
+                best = urgency, place
+        return None if best is None else Action(Kind.F, best[1].stage, best[1].direction, best[1].forwards)
+
+    def _start(self, index: int, rank: _Rank, action: Action, now: float) -> None:
+        end = rank.busy_until = now + self.costs.cell((action,))
+        rank.done.append(action)
+        heapq.heappush(self.events, (end, index))
+        place = self.place[action.stage, action.direction]
+        if action.kind is Kind.F:
+            place.forwards += 1
+            rank.used += place.hold
+            if action.stage == self.placement.num_stages - 1:
+                place.backward_at.append(end)
+            else:
+                self._deliver(index, action, action.stage + 1, end)
+        elif action.kind is Kind.I:
+            place.backwards += 1
+            rank.used -= place.hold - self.weight[action.stage]
+            rank.weights.append(Action(Kind.W, action.stage, action.direction, action.microbatch))
+            if action.stage > 0:
+                self._deliver(index, action, action.stage - 1, end)
+        else:
+            rank.weights.popleft()
+            rank.used -= self.weight[action.stage]
+
+    def _deliver(self, source: int, action: Action, stage: int, end: float) -> None:
+        target = self.placement.rank_of(stage, action.direction)
+        arrival = end + (self.costs.transfer if target != source else 0.0)
+        place = self.place[stage, action.direction]
+        (place.forward_at if action.kind is Kind.F else place.backward_at).append(arrival)
+        heapq.heappush(self.events, (arrival, target))

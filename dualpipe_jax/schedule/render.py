@@ -1,0 +1,195 @@
+"""Pictures of schedules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from dualpipe_jax.schedule.actions import Cell, Kind, Schedule
+from dualpipe_jax.schedule.costs import Costs
+from dualpipe_jax.schedule.graph import cell_graph
+from dualpipe_jax.schedule.lower import assign_ticks
+from dualpipe_jax.schedule.simulate import Simulation, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS: dict[tuple[Kind, int], str] = {
+    (Kind.F, 0): "#4C78A8",
+    (Kind.F, 1): "#9CC3E6",
+    (Kind.B, 0): "#2E8B57",
+    (Kind.B, 1): "#93D5AE",
+    (Kind.I, 0): "#D9A400",
+    (Kind.I, 1): "#F4DA85",
+    (Kind.W, 0): "#A0523D",
+    (Kind.W, 1): "#DDAA9B",
+}
+"""Colour of each kind of work for the two shades: directions, or odd and even slots of a rank."""
+LABELS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward input", Kind.W: "backward weight"}
+
+
+class Box(NamedTuple):
+    """A rectangle of a Gantt chart: one action; those of one cell take the cell's whole time and share its height."""
+
+    rank: int
+    start: float
+    width: float
+    lane: int
+    lanes: int
+    kind: Kind
+    shade: int
+    stage: int
+    microbatch: int
+
+
+def shade_of(schedule: Schedule, stage: int, direction: int) -> int:
+    """Which of two shades tells an action's direction, or, with one direction, its rank's odd from its even stages."""
+    if schedule.placement.num_directions == 2:
+        return direction
+    return stage // schedule.placement.num_ranks % 2
+
+
+def boxes(simulation: Simulation) -> list[Box]:
+    """All rectangles. The actions of a cell lie above each other: they run in one program region."""
+    found, schedule = [], simulation.schedule
+    for rank, cells in enumerate(schedule.ranks):
+        times = zip(cells, simulation.start[rank], simulation.end[rank], strict=True)
+        for cell, start, end in times:
+            for lane, action in enumerate(cell):
+                shade = shade_of(schedule, action.stage, action.direction)
+                found.append(
+                    Box(rank, start, end - start, lane, len(cell), action.kind, shade, action.stage, action.microbatch)
+                )
+    return found
+
+
+def text_grid(schedule: Schedule, colour: bool = False) -> str:
+    """A line a rank, a column a tick of the lowered table; lower case for direction 1 (or a rank's odd stages).
+
+    Example:
+        >>> from dualpipe_jax.schedule import build
+        >>> print(text_grid(build("1f1b", num_ranks=2, num_microbatches=2)))
+        rank 0 F0 F1 .  B0 .  B1
+        rank 1 .  F0 B0 F1 B1 .
+    """
+    graph = cell_graph(schedule)
+    ticks = assign_ticks(graph)
+    rows = [[""] * (max(ticks, default=-1) + 1) for _ in schedule.ranks]
+    for i, cell in enumerate(graph.cells):
+        rows[graph.rank[i]][ticks[i]] = _short(schedule, cell)
+    width = max((len(word) for row in rows for word in row), default=1)
+    digits = len(str(len(rows) - 1))
+    lines = []
+    for rank, row in enumerate(rows):
+        words = [_paint(word, width) if colour else (word or ".").ljust(width) for word in row]
+        lines.append(f"rank {rank:>{digits}} {' '.join(words)}".rstrip())
+    return "\n".join(lines)
+
+
+def _short(schedule: Schedule, cell: Cell) -> str:
+    words = []
+    for a in cell:
+        kind = a.kind.lower() if shade_of(schedule, a.stage, a.direction) else a.kind.value
+        words.append(f"{kind}{a.microbatch}")
+    return "".join(words)
+
+
+def _paint(word: str, width: int) -> str:
+    """ANSI colours; each action of a cell in its own."""
+    if not word:
+        return f"\x1b[2m{'.'.ljust(width)}\x1b[0m"
+    painted, rest = "", word
+    while rest:
+        end = next((i for i in range(1, len(rest)) if rest[i].isalpha()), len(rest))
+        kind, shade = Kind(rest[0].upper()), int(rest[0].islower())
+        r, g, b = (int(COLOURS[kind, shade][i : i + 2], 16) for i in (1, 3, 5))
+        text = "30" if shade else "97"
+        painted += f"\x1b[{text};48;2;{r};{g};{b}m{rest[:end]}"
+        rest = rest[end:]
+    return f"{painted}\x1b[0m{' ' * (width - len(word))}"
+
+
+def draw_png(drawn: Schedule | Simulation, path: str | Path) -> None:
+    """Draw a Gantt chart; a suffix other than .png, such as .svg, gives that format.
+
+    Args:
+        drawn: a simulation, or a schedule, which is simulated with F = I = W = 1 in mode async.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    simulation = drawn if isinstance(drawn, Simulation) else simulate(drawn, Costs())
+    placement = simulation.schedule.placement
+    columns = simulation.makespan / max(1e-9, _unit(simulation))
+    width = min(160.0, max(9.0, 0.21 * columns + 1.5))
+    figure = Figure(figsize=(width, 1.35 + 0.36 * placement.num_ranks), dpi=150 if width < 60 else 100)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_boxes(axes, simulation, labels=columns <= 700)
+    _draw_frame(axes, simulation)
+    figure.tight_layout()
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(path)
+
+
+def _unit(simulation: Simulation) -> float:
+    """The shortest time of an action alone, the width of a narrow box."""
+    found = [b.width for b in boxes(simulation) if b.width > 0]
+    return min(found, default=1.0)
+
+
+def _draw_boxes(axes: Axes, simulation: Simulation, labels: bool) -> None:
+    for kind, shade in COLOURS:
+        chosen = [b for b in boxes(simulation) if (b.kind, b.shade) == (kind, shade)]
+        height = [0.9 / b.lanes for b in chosen]
+        bottom = [b.rank - 0.45 + b.lane * 0.9 / b.lanes for b in chosen]
+        if chosen:
+            axes.barh(
+                bottom,
+                [b.width for b in chosen],
+                height,
+                [b.start for b in chosen],
+                align="edge",
+                color=COLOURS[kind, shade],
+                edgecolor="white",
+                linewidth=0.4,
+                label=_label(simulation.schedule, kind, shade),
+            )
+        for b, low, tall in zip(chosen, bottom, height, strict=True):
+            if labels:
+                axes.text(
+                    b.start + b.width / 2,
+                    low + tall / 2,
+                    str(b.microbatch),
+                    ha="center",
+                    va="center",
+                    fontsize=6.5 if b.lanes == 1 else 5.5,
+                    color="black" if shade else "white",
+                )
+
+
+def _label(schedule: Schedule, kind: Kind, shade: int) -> str:
+    if schedule.placement.num_directions == 2:
+        return f"{LABELS[kind]}, {'up' if shade else 'down'}"
+    if schedule.placement.slots == 1:
+        return LABELS[kind]
+    return f"{LABELS[kind]}, {'odd' if shade else 'even'} turn"
+
+
+def _draw_frame(axes: Axes, simulation: Simulation) -> None:
+    schedule = simulation.schedule
+    axes.set_xlim(0, simulation.makespan)
+    axes.set_ylim(schedule.placement.num_ranks - 0.5, -0.5)
+    axes.set_yticks(range(schedule.placement.num_ranks))
+    axes.set_ylabel("rank")
+    axes.set_xlabel("time")
+    axes.set_facecolor("#E6E6E6")
+    axes.set_title(
+        f"{schedule.name}: {schedule.placement.num_ranks} ranks, {schedule.num_microbatches} microbatches, "
+        f"bubble {100 * simulation.bubble_fraction:.1f}% ({simulation.mode}); grey is idle",
+        fontsize=10,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    below = -0.45 / (0.36 * schedule.placement.num_ranks)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=8, fontsize=7, frameon=False)
