@@ -48,7 +48,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
-    moe: MoEConfig | None = field(default_factory=lambda: MoEConfig(d_ff=128))
+    moe: MoEConfig | None = field(default_factory=lambda: MoEConfig(d_ff=128, bias_rate=0.01, balance_loss_weight=0.01))
 
     @property
     def head_dim(self) -> int:
@@ -137,7 +137,7 @@ class TrainConfig:
         log_every: show every n-th step where the output is no terminal; metrics.jsonl has them all.
     """
 
-    steps: int = 120
+    steps: int = 80
     stop_at: int | None = None
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"

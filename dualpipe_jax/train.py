@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.checkpoint import Checkpointer
-from dualpipe_jax.config import Config, to_json
+from dualpipe_jax.config import Config, DataConfig, to_json
 from dualpipe_jax.data.pipeline import Batches, shard_batch
 from dualpipe_jax.data.text import load_bytes
 from dualpipe_jax.display import Display, closing_panel
 from dualpipe_jax.executor import PipelineParams
 from dualpipe_jax.metrics import MetricsWriter
-from dualpipe_jax.optimizer import zero1_shardings
+from dualpipe_jax.model.partition import from_stages
 from dualpipe_jax.schedule import Costs, simulate
 from dualpipe_jax.schedule.render import draw_png
 from dualpipe_jax.train_step import StepMetrics, Trainer, TrainState
+from dualpipe_jax.validation import ConfigError
 
 PyTree = Any
 MAX_NON_FINITE = 3  # steps in a row that may be skipped
@@ -53,6 +55,8 @@ def train(config: Config) -> Result:
     Every process of a multi-process run calls this with the same configuration. Process 0 writes the run folder.
 
     Raises:
+        ConfigError: there is no such text, or too little of it; or the run folder has checkpoints that the
+            configuration says not to resume from. Nothing has been changed then.
         NonFiniteError: loss or gradients were not finite in `MAX_NON_FINITE` steps in a row.
         CheckpointError: a checkpoint could not be written.
     """
@@ -69,13 +73,12 @@ class _Run:
         self.run_dir = Path(config.train.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}")
         self.trainer = Trainer(config)
         self.bubble = simulate(self.trainer.schedule, Costs()).bubble_fraction
-        data = config.data
-        self.batches = Batches(load_bytes(data.paths), seq_len=data.seq_len, batch_size=data.batch_size, seed=data.seed)
+        self.batches = _batches(config.data)
 
     def run(self) -> Result:
-        self._prepare_folder()
         with Checkpointer(self.run_dir / "checkpoints", keep=self.config.checkpoint.keep) as checkpoints:
             state, first = self._start(checkpoints)
+            self._prepare_folder()  # not before: another run's folder may be refused, and must stay as it is
             writer = MetricsWriter(self.run_dir, first_step=first, enabled=self.main)
             display = Display(
                 self.config.train.steps,
@@ -104,7 +107,7 @@ class _Run:
         if latest is None:
             return self.trainer.init(), 1
         if not self.config.checkpoint.resume:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.run_dir} has checkpoints up to step {latest} and checkpoint.resume is off; "
                 "choose another train.run_dir, or let it resume"
             )
@@ -138,8 +141,8 @@ class _Run:
             line = self._line(jax.device_get(measured), time.perf_counter() - began)
             if step == first:
                 first_step_seconds = time.perf_counter() - self.began
-            skipped = self._count_skipped(step, skipped, line, display)
             writer.write(step, line)
+            skipped = self._count_skipped(step, skipped, line, display)
             display.update(step, line)
             history.append({"step": step, **line})
             if c.checkpoint.every and (step == last or step % c.checkpoint.every == 0):
@@ -196,6 +199,14 @@ class _Run:
         )
 
 
+def _batches(data: DataConfig) -> Batches:
+    try:
+        text = load_bytes(data.paths)
+        return Batches(text, seq_len=data.seq_len, batch_size=data.batch_size, seed=data.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 # -------------------------------------------------------------------- checkpoints
 
 
@@ -213,15 +224,30 @@ def arranged(trainer: Trainer, tree: PyTree) -> TrainState:
 
 def canonical_shardings(trainer: Trainer) -> tuple[PyTree, PyTree]:
     """Shapes of a state by layer, and how it is spread over the mesh while it is saved or restored."""
-    shapes = jax.eval_shape(lambda: canonical(trainer, jax.eval_shape(trainer.init)))
-    specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
-    return shapes, zero1_shardings(shapes, specs, trainer.mesh)
+    shapes = jax.eval_shape(partial(canonical, trainer), jax.eval_shape(trainer.init))
+    is_arranged = lambda node: isinstance(node, PipelineParams)  # noqa: E731
+
+    def by_layer(node: Any) -> Any:
+        """As in the pipeline but for the rank: a layer is on all ranks for the moment, its other dims as they are."""
+        if not is_arranged(node):
+            return node
+        off_rank = lambda s: NamedSharding(trainer.mesh, PartitionSpec(*s.spec[1:]))  # noqa: E731
+        stage = jax.tree.map(off_rank, node.stages[0])
+        return from_stages([stage] * len(trainer.stages), node.shared, trainer.stages)
+
+    return shapes, jax.tree.map(by_layer, trainer.state_shardings, is_leaf=is_arranged)
 
 
 def save(trainer: Trainer, checkpoints: Checkpointer, step: int, state: TrainState, host: dict[str, Any]) -> None:
     """Start to save a state; see `Checkpointer.save`."""
+    checkpoints.save(step, _compiled_canonical(trainer)(state), host)
+
+
+@lru_cache(maxsize=1)
+def _compiled_canonical(trainer: Trainer) -> Callable[[TrainState], PyTree]:
+    """`canonical` under jit: made once, so that only the first save compiles it."""
     _, shardings = canonical_shardings(trainer)
-    checkpoints.save(step, jax.jit(partial(canonical, trainer), out_shardings=shardings)(state), host)
+    return jax.jit(partial(canonical, trainer), out_shardings=shardings)
 
 
 def restore(trainer: Trainer, checkpoints: Checkpointer, step: int) -> tuple[TrainState, dict[str, Any]]:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from moe.router import update_bias
 
 from dualpipe_jax.config import Config
 from dualpipe_jax.executor import PIPELINE_AXIS, PipelineParams, data_axes, make_mesh, pipeline_value_and_grad
@@ -20,6 +19,7 @@ from dualpipe_jax.model.partition import StageLayers, from_pipeline, partition, 
 from dualpipe_jax.optimizer import apply_gradients, learning_rate_schedule, make_optimizer, names_of, zero1_shardings
 from dualpipe_jax.schedule import Schedule, build
 from dualpipe_jax.schedule.placement import SlotRule
+from moe.router import update_bias
 
 PyTree = Any
 
@@ -179,13 +179,17 @@ class Trainer:
         if self.config.model.moe:
             updated = _update_router_biases(updated, aux.stages, self.config.model.moe.bias_rate)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
+        metrics = self._metrics(state.optimizer, loss, aux, grad_norm, finite)
         state = TrainState(state.step + 1, keep(updated, state.params), keep(moments, state.optimizer), state.key)
-        return state, self._metrics(state.step, loss, aux, grad_norm, finite)
+        return state, metrics
 
     def _metrics(
-        self, step: jax.Array, loss: jax.Array, aux: Any, grad_norm: jax.Array, finite: jax.Array
+        self, optimizer: PyTree, loss: jax.Array, aux: Any, grad_norm: jax.Array, finite: jax.Array
     ) -> StepMetrics:
-        rate = learning_rate_schedule(self.config.optimizer, self.config.train.steps)(step - 1)
+        """Args: optimizer: its state before the step, whose count of updates the learning rate goes by."""
+        plan = learning_rate_schedule(self.config.optimizer, self.config.train.steps)
+        with jax.numpy_dtype_promotion("standard"):  # as in `apply_gradients`
+            rate = plan(optax.tree.get_all_with_path(optimizer, "count")[0][1])
         load, dropped = jnp.float32(1), jnp.int32(0)
         if self.config.model.moe:
             counts = jnp.concatenate([s["counts"].reshape(-1, s["counts"].shape[-1]) for s in aux.stages])

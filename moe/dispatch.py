@@ -10,7 +10,9 @@ References:
 
 from __future__ import annotations
 
+import itertools
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -35,14 +37,28 @@ class Handle(NamedTuple):
 
 
 def capacity_rows(num_tokens: int, top_k: int, num_ranks: int, factor: float | None) -> int:
-    """Rows that a rank may send to another: all tokens, or `factor` times an even spread, rounded up."""
+    """Rows that a rank may send to another: all tokens, or `factor` times an even spread, rounded up.
+
+    >>> capacity_rows(100, top_k=2, num_ranks=8, factor=None), capacity_rows(100, top_k=2, num_ranks=8, factor=1.25)
+    (100, 32)
+    """
     if factor is None:
         return num_tokens
     return max(1, min(num_tokens, math.ceil(factor * num_tokens * min(1.0, top_k / num_ranks))))
 
 
 def layout(topk_idx: Int32[Array, "T k"], num_experts: int, num_ranks: int, capacity: int) -> Handle:
-    """Number each rank's tokens in order; those beyond `capacity` are dropped for that rank."""
+    """Number each rank's tokens in order; those beyond `capacity` are dropped for that rank.
+
+    Args:
+        topk_idx: experts of each token, all different; -1 for none (a choice that does not count).
+
+    Raises:
+        ValueError: if the experts cannot be spread evenly over the ranks.
+    """
+    if num_experts % num_ranks:
+        nearest = min((n for n in range(1, num_experts + 1) if num_experts % n == 0), key=lambda n: abs(n - num_ranks))
+        raise ValueError(f"{num_experts=} must be a multiple of {num_ranks=}; the nearest valid num_ranks is {nearest}")
     experts_per_rank = num_experts // num_ranks
     owner = topk_idx // experts_per_rank
     ranks = jnp.arange(num_ranks, dtype=jnp.int32)
@@ -68,18 +84,15 @@ class Received(NamedTuple):
 
 
 def dispatch(x: Float[Array, "T D"], topk_weights: Float[Array, "T k"], handle: Handle, axis: str | None) -> Received:
-    """Every rank's tokens for this one, rank by rank, each with `capacity` places."""
-    sent_weights = pack(topk_weights, handle.rows)
+    """Every rank's tokens for this one, rank by rank, each with `capacity` places; one `all_to_all`, none without axis.
+
+    Sent as they are, whatever their dtypes. Neither the exchange nor its gradient is ever two collectives at once:
+    devices could start independent ones in different orders, and wait for ever.
+    """
+    tokens, weights = pack(x, handle.rows), pack(topk_weights, handle.rows)
     if axis is None:
-        return Received(pack(x, handle.rows), handle.sent_idx, sent_weights)
-    # Indices and weights travel in one message: small integers are exact in float32. The tokens are tied to it, since
-    # independent collectives may be started in different orders on different devices and wait for ever.
-    message = jnp.concatenate([sent_weights, handle.sent_idx.astype(jnp.float32)], axis=-1)
-    message = _exchange(message, axis)
-    weights, idx = jnp.split(message, 2, axis=-1)
-    idx = jax.lax.stop_gradient(idx).astype(jnp.int32)
-    tokens, idx = jax.lax.optimization_barrier((pack(x, handle.rows), idx))
-    return Received(_exchange(tokens, axis), idx, weights)
+        return Received(tokens, handle.sent_idx, weights)
+    return _exchange_together(tokens, handle.sent_idx, weights, axis)
 
 
 def combine(y: Float[Array, "places D"], handle: Handle, axis: str | None) -> Float[Array, "T D"]:
@@ -87,5 +100,40 @@ def combine(y: Float[Array, "places D"], handle: Handle, axis: str | None) -> Fl
     return unpack(y if axis is None else _exchange(y, axis), handle.rows)
 
 
-def _exchange(rows: Float[Array, "places D"], axis: str) -> Float[Array, "places D"]:
+def _exchange(rows: Array, axis: str) -> Array:
     return jax.lax.all_to_all(rows, axis, split_axis=0, concat_axis=0, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _exchange_together(x: Array, idx: Array, weights: Array, axis: str) -> Received:
+    return Received(*_as_one_message((x, idx, weights), axis))
+
+
+def _exchange_gradients(axis: str, _: None, g: Received) -> tuple[Array, None, Array]:
+    x, weights = _as_one_message((g.x, g.weights), axis)  # the exchange is its own transpose
+    return x, None, weights
+
+
+_exchange_together.defvjp(
+    lambda x, idx, weights, axis: (_exchange_together(x, idx, weights, axis), None), _exchange_gradients
+)
+
+
+def _as_one_message(arrays: tuple[Array, ...], axis: str) -> list[Array]:
+    """Exchange the rows of several arrays side by side, as bits in words of the first one's size."""
+    bits = 8 * arrays[0].dtype.itemsize
+    words = [_to_words(a, jnp.dtype(f"uint{bits}")) for a in arrays]
+    ends = list(itertools.accumulate(w.shape[1] for w in words))
+    received = jnp.split(_exchange(jnp.concatenate(words, axis=1), axis), ends[:-1], axis=1)
+    return [_from_words(w, a.dtype) for w, a in zip(received, arrays, strict=True)]
+
+
+def _to_words(a: Array, word: jnp.dtype) -> Array:
+    """[rows, n] of a dtype no smaller than a word -> [rows, n * words a value]."""
+    return jax.lax.bitcast_convert_type(a, word).reshape(a.shape[0], -1)
+
+
+def _from_words(words: Array, dtype: jnp.dtype) -> Array:
+    ratio = dtype.itemsize // words.dtype.itemsize
+    shaped = words if ratio == 1 else words.reshape(words.shape[0], -1, ratio)
+    return jax.lax.bitcast_convert_type(shaped, dtype)

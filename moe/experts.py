@@ -1,8 +1,7 @@
 """Experts as a grouped matmul over blocks of rows.
 
 Rows are sorted by expert and each expert's group is padded to whole blocks, so that a block meets one weight matrix.
-The
-number of blocks is a value, not a shape: loops run over the blocks in use, whatever the worst case is.
+The number of blocks is a value, not a shape: loops run over the blocks in use, whatever the worst case is.
 """
 
 from __future__ import annotations
@@ -128,8 +127,8 @@ def experts(
 ) -> Float[Array, "rows D"]:
     """For each received row the weighted sum of its experts here: sum_e w_e (silu(x G_e) * (x U_e)) D_e.
 
-    The weight is applied to the hidden row, before the last matmul: the same sum, and its gradient needs no stored
-    output. Rows without an expert here come out zero.
+    The weight is applied to the hidden row, in float32, before the last matmul: the same sum, and its gradient needs
+    no stored output. Rows without an expert here come out zero.
 
     Args:
         gate_up: G and U of each expert side by side.
@@ -140,6 +139,6 @@ def experts(
     weights = pack(received.weights.reshape(-1, 1), groups.choices)
     with jax.named_scope("experts"):
         gate, up = jnp.split(grouped_matmul(x, gate_up, groups.blocks, block_size), 2, axis=-1)
-        hidden = jax.nn.silu(gate) * up * weights.astype(x.dtype)
+        hidden = ((jax.nn.silu(gate) * up).astype(jnp.float32) * weights).astype(x.dtype)
         y = grouped_matmul(hidden, down, groups.blocks, block_size)
     return unpack(y, groups.rows)

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from moe.config import MoEConfig
 from moe.dispatch import capacity_rows, combine, dispatch, layout
 from moe.experts import experts, swiglu
-from moe.router import expert_counts, route, sequence_balance_loss, z_loss
+from moe.router import expert_counts, mask_routing, route, sequence_balance_loss, z_loss
 
 Params = dict[str, Any]
 
@@ -20,7 +20,7 @@ class MoEStats(NamedTuple):
     """Of one call, over this shard's tokens; sums, so that they add up over shards and microbatches.
 
     Attributes:
-        counts: assignments of each expert, before drops. dropped: assignments that found no room.
+        counts: assignments of each expert by valid tokens, before drops. dropped: assignments that found no room.
         balance_loss: sum over sequences. z_loss: sum over tokens.
     """
 
@@ -58,20 +58,32 @@ def init_moe(key: jax.Array, d_model: int, config: MoEConfig) -> Params:
 
 
 def moe(
-    params: Params, x: Float[Array, "B S D"], config: MoEConfig, axis: str | None = None
+    params: Params,
+    x: Float[Array, "B S D"],
+    config: MoEConfig,
+    axis: str | None = None,
+    valid: Bool[Array, "B S"] | None = None,
 ) -> tuple[Float[Array, "B S D"], MoEStats]:
     """y = shared(x) + sum over the chosen experts of weight * expert(x).
 
     Args:
-        params: as `init_moe` makes them; under `shard_map` with `axis`, "experts" holds this rank's experts only.
+        params: as `init_moe` makes them, but for the router cast to the dtype of x; under `shard_map` with `axis`,
+            "experts" holds this rank's experts only.
         x: B sequences of S tokens, this shard's; float32 or bfloat16.
         axis: mesh axis over which experts are sharded and tokens exchanged; None: all experts are here.
+        valid: false for padding, which goes to no routed expert and counts in no statistic; None: all are valid.
+
+    Raises:
+        ValueError: if num_experts is no multiple of the axis' size.
     """
     sequences, length, width = x.shape
     tokens = x.reshape(-1, width)
     ranks = 1 if axis is None else jax.lax.axis_size(axis)
+    axis = axis if ranks > 1 else None
     with jax.named_scope("router"):
         routing = route(tokens, params["router"]["weight"], params["router"]["bias"], config)
+        if valid is not None:
+            routing = mask_routing(routing, valid.reshape(-1))
         capacity = capacity_rows(tokens.shape[0], config.top_k, ranks, config.capacity_factor)
         handle = layout(routing.topk_idx, config.num_experts, ranks, capacity)
     with jax.named_scope("dispatch"):

@@ -48,7 +48,10 @@ def _train(config: Config) -> None:
     from dualpipe_jax.train import train
 
     with exit_on_failure(processes):
-        train(config)
+        try:
+            train(config)
+        except ConfigError as error:
+            fail(str(error))
 
 
 def _cache_dir() -> str:

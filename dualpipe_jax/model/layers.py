@@ -61,7 +61,8 @@ class Attention(nnx.Module):
         heads = (x @ self.qkv[...]).reshape(*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, -1)
         q, k, v = jnp.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
-        with jax.named_scope("attention"):
+        # Inside, bfloat16 meets float32: JAX's own function relies on implicit promotion, whatever the caller's setting.
+        with jax.named_scope("attention"), jax.numpy_dtype_promotion("standard"):
             mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return mixed.reshape(*x.shape[:2], -1) @ self.out[...]
 
@@ -97,7 +98,8 @@ class Head(nnx.Module):
         self.norm = RMSNorm(config, rngs=rngs)
         d = config.d_model
         if not config.tied_embeddings:
-            self.projection = nnx.Param(scaled_normal(rngs.params(), (d, config.vocab_size), d))
+            # As small as the embedding: the first loss is that of a uniform guess, log(vocab_size).
+            self.projection = nnx.Param(0.02 * jax.random.normal(rngs.params(), (d, config.vocab_size), jnp.float32))
 
     def __call__(self, x: Float[Array, "B S D"], table: Float[Array, "V D"] | None) -> Float[Array, "B S V"]:
         """Logits in float32."""

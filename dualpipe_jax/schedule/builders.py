@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualpipe_jax.schedule.actions import Schedule
+from dualpipe_jax.schedule.building_block import v_half, v_min
 from dualpipe_jax.schedule.dualpipe import dualpipe
 from dualpipe_jax.schedule.dualpipe_v import dualpipe_v
 from dualpipe_jax.schedule.gpipe import gpipe
 from dualpipe_jax.schedule.interleaved import interleaved_1f1b
 from dualpipe_jax.schedule.one_f_one_b import one_f_one_b
 from dualpipe_jax.schedule.placement import SlotRule
+from dualpipe_jax.schedule.search import auto
+from dualpipe_jax.schedule.wave import wave
 from dualpipe_jax.schedule.zb_h import zb_h1, zb_h2
 from dualpipe_jax.schedule.zb_v import zb_v
 
@@ -41,6 +44,10 @@ BUILDERS: dict[str, Builder] = {
     "zb_h1": Builder(zb_h1),
     "zb_h2": Builder(zb_h2),
     "zb_v": Builder(zb_v),
+    "v_half": Builder(v_half),
+    "v_min": Builder(v_min),
+    "wave": Builder(wave),
+    "auto": Builder(auto),
     "dualpipe": Builder(dualpipe, lambda p: 2 * p, lambda p: 2, even_ranks=True),
     "dualpipe_v": Builder(dualpipe_v, lambda p: 2 * p),
 }

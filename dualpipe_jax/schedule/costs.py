@@ -63,19 +63,43 @@ class Costs:
             if isinstance(value, tuple) and len(value) != num_stages:
                 raise ValueError(f"cost {field.name} has {len(value)} numbers; give one for each of {num_stages=}")
 
-    def scaled(self, factor: float) -> Costs:
-        """All times but the transfer's multiplied: 1/v for stages of 1/v of the layers.
+    def for_stages(self, num_ranks: int, num_stages: int) -> Costs:
+        """The same model cut into another number of stages.
+
+        A number is the time of 1/P of the layers; a tuple of n numbers the times of n equal parts of the layers. The
+        result has one number a stage where any cost had several, else one number.
+
+        Raises:
+            ValueError: neither of n and num_stages divides the other.
 
         Example:
-            >>> Costs(pair=2.5, transfer=0.1).scaled(0.5)
-            Costs(forward=0.5, backward_input=0.5, backward_weight=0.5, pair=1.25, forward_input=None, \
-forward_weight=None, input_weight=None, transfer=0.1)
+            >>> Costs(forward=(1.0, 3.0)).for_stages(num_ranks=2, num_stages=4).forward
+            (0.5, 0.5, 1.5, 1.5)
+            >>> Costs(pair=2.5).for_stages(num_ranks=2, num_stages=4).pair
+            1.25
         """
         changed: dict[str, Any] = {}
         for name in (*_ALONE.values(), *_TOGETHER.values()):
             value = getattr(self, name)
-            changed[name] = tuple(v * factor for v in value) if isinstance(value, tuple) else value and value * factor
+            if isinstance(value, tuple):
+                changed[name] = _spread(name, value, num_stages)
+            elif value is not None:
+                changed[name] = value * num_ranks / num_stages
         return replace(self, **changed)
+
+    @property
+    def has_patterns(self) -> bool:
+        """Is any cell of several actions cheaper or dearer than its parts?"""
+        return any(getattr(self, name) is not None for name in _TOGETHER.values())
+
+    def least(self, kind: Kind, stage: int) -> float:
+        """The least that an F, I or W adds to any cell: alone, or as its equal share of a pattern."""
+        shares = [cost_at(getattr(self, _ALONE[kind.value]), stage)]
+        for pattern, name in _TOGETHER.items():
+            value = getattr(self, name)
+            if kind.value in pattern and value is not None:
+                shares.append((min(value) if isinstance(value, tuple) else value) / len(pattern))
+        return min(shares)
 
     @cached_property
     def _known(self) -> dict[tuple[tuple[Kind, int], ...], float]:
@@ -94,7 +118,19 @@ forward_weight=None, input_weight=None, transfer=0.1)
         return float(sum(cost_at(getattr(self, _ALONE[p]), stage) for kind, stage in key for p in _PARTS[kind]))
 
 
+def _spread(name: str, parts: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
+    n = len(parts)
+    if n % num_stages == 0:
+        size = n // num_stages
+        return tuple(sum(parts[s * size : (s + 1) * size]) for s in range(num_stages))
+    if num_stages % n == 0:
+        size = num_stages // n
+        return tuple(parts[s // size] / size for s in range(num_stages))
+    raise ValueError(f"cost {name} has {n} numbers, which do not fit {num_stages=}; nearest valid: {num_stages}")
+
+
 def cost_at(cost: Cost, stage: int) -> float:
+    """The number of one stage."""
     return float(cost[stage] if isinstance(cost, tuple) else cost)
 
 

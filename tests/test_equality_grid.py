@@ -1,0 +1,179 @@
+"""Correct means equal: loss, every gradient and the gradient's norm of every schedule and mesh are the reference's.
+
+The model has everything that can go wrong at once: a dense first layer, experts, an uneven number of layers, masked
+targets, auxiliary losses, tied or untied embeddings. Gradients are compared before clipping.
+"""
+
+import dataclasses
+import itertools
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dualpipe_jax import PipelineParams, build, make_mesh, pipeline_value_and_grad, reference_value_and_grad
+from dualpipe_jax.config import ModelConfig
+from dualpipe_jax.model.model import Model, expert_specs, with_weights
+from dualpipe_jax.model.partition import from_pipeline, from_stages, partition, to_pipeline, to_stages
+from moe.config import MoEConfig
+
+# float32: sums over microbatches, shards, experts and ranks in another order.
+TOLERANCE = 1e-5
+SEQ, VOCAB = 8, 13
+MOE = MoEConfig(
+    d_ff=8, num_experts=4, top_k=2, block_size=4, balance_loss_weight=0.1, z_loss_weight=0.01, scoring="sigmoid"
+)
+CONFIG = ModelConfig(
+    vocab_size=VOCAB, d_model=16, num_layers=9, num_heads=2, num_kv_heads=1, d_ff=12, num_dense_layers=1, moe=MOE
+)
+
+
+def num_layers_for(stages):
+    return stages + 1  # the first stage has the dense layer and one more, the others one: uneven
+
+
+@cache
+def model_of(config, num_sequences, axis, recompute):
+    return Model(config, num_sequences, SEQ, axis, recompute)
+
+
+@cache
+def parameters(config):
+    return jax.jit(model_of(config, 1, None, False).init)(jax.random.key(0))
+
+
+def batch_of(sequences):
+    """[sequences, SEQ] tokens and targets, a third of the targets and one whole sequence ignored."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (sequences, SEQ), dtype=np.int32)
+    targets = np.where(rng.random((sequences, SEQ)) < 0.3, -1, np.roll(tokens, -1, axis=1)).astype(np.int32)
+    targets[-1] = -1
+    return {"tokens": tokens, "targets": targets}
+
+
+def cut(batch, microbatches):
+    return with_weights({k: jnp.asarray(v.reshape(microbatches, -1, SEQ)) for k, v in batch.items()})
+
+
+@cache
+def reference(config, sequences):
+    """Unpipelined, on one device, the whole batch at once: nothing is cut at all."""
+    model = model_of(config, sequences, None, False)
+    stages = partition(config.num_layers, model.num_dense, 1)
+    fns = model.stage_fns(stages)
+    run = jax.jit(lambda *args: reference_value_and_grad(fns, *args))
+    (loss, (stats, _)), grads = run(*to_stages(parameters(config), stages), cut(batch_of(sequences), 1))
+    return loss, from_stages(*grads, stages), stats[0]
+
+
+def assert_close(path, got, want):
+    scale = max(float(np.max(np.abs(want))), 1e-8)
+    worst = float(np.max(np.abs(np.asarray(got) - np.asarray(want)))) / scale
+    assert worst <= TOLERANCE, f"{jax.tree_util.keystr(path)}: relative difference {worst:.2e}"
+
+
+def check(name, pp, microbatches, ep=1, dp=1, recompute=False, config=CONFIG, form="loops", slot_rule="depth"):
+    schedule = build(name, num_ranks=pp, num_microbatches=microbatches, slot_rule=slot_rule)
+    num_stages = schedule.placement.num_stages
+    config = dataclasses.replace(config, num_layers=num_layers_for(num_stages))
+    sequences = microbatches * ep * dp
+    want_loss, want, want_stats = reference(config, sequences)
+
+    model = model_of(config, sequences, "ep" if ep > 1 else None, recompute)
+    stages = partition(config.num_layers, model.num_dense, num_stages)
+    params = to_pipeline(parameters(config), stages, schedule.placement)
+    grad_fn = pipeline_value_and_grad(
+        model.stage_fns(stages),
+        schedule,
+        mesh=make_mesh(pp, dp, ep),
+        stage_specs=expert_specs(params.stages[0]),
+        form=form,
+    )
+    (loss, aux), grads = jax.jit(grad_fn)(params, cut(batch_of(sequences), microbatches))
+
+    assert isinstance(grads, PipelineParams)
+    assert_close((), loss, want_loss)
+    got = from_pipeline(grads, stages, schedule.placement)
+    jax.tree_util.tree_map_with_path(assert_close, got, want)
+    assert_close((), optax.tree.norm(got), optax.tree.norm(want))
+    counts = np.concatenate([np.asarray(s["counts"]).reshape(-1, MOE.num_experts) for s in aux.stages])
+    np.testing.assert_array_equal(sorted(counts[counts.sum(-1) > 0].tolist()), sorted(want_stats["counts"].tolist()))
+
+
+def minimum(name, pp):
+    return {"1f1b": 1, "dualpipe": 2 * pp, "dualpipe_v": 2 * pp}[name]
+
+
+def microbatch_counts(name, pp):
+    """The fewest, an odd number above the ranks (even where two directions share it), and twice the ranks."""
+    odd = pp + 1 + pp % 2 if name == "1f1b" else 2 * pp + 1
+    return sorted({minimum(name, pp), odd + (name == "dualpipe"), 2 * pp + 2})
+
+
+def grid():
+    for name, pp, ep, dp, recompute in itertools.product(
+        ("1f1b", "dualpipe", "dualpipe_v"), (1, 2, 4), (1, 2, 4), (1, 2), (False, True)
+    ):
+        if pp * ep * dp > 8 or (name == "dualpipe" and pp == 1):
+            continue
+        for microbatches in microbatch_counts(name, pp):
+            yield name, pp, microbatches, ep, dp, recompute
+
+
+QUICK = [
+    ("1f1b", 1, 1, 1, 1, False),
+    ("1f1b", 2, 3, 2, 1, True),
+    ("1f1b", 4, 5, 2, 1, False),
+    ("dualpipe", 2, 4, 2, 2, False),
+    ("dualpipe", 4, 10, 2, 1, True),
+    ("dualpipe", 4, 8, 1, 2, False),
+    ("dualpipe_v", 1, 3, 4, 2, False),
+    ("dualpipe_v", 2, 5, 4, 1, False),
+    ("dualpipe_v", 4, 9, 1, 2, True),
+]
+ids = lambda case: "-".join(map(str, case))  # noqa: E731
+
+
+@pytest.mark.parametrize("case", QUICK, ids=ids)
+def test_equals_reference(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in grid() if case not in QUICK], ids=ids)
+def test_equals_reference_everywhere(case):
+    check(*case)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe_v"])
+def test_the_form_for_accelerators(name):
+    """Switch and straight-line code, run on CPU; few layers, since XLA:CPU compiles each cell anew."""
+    check(name, 2, 12, 2, 1, form="switch", slot_rule="steady")
+
+
+def test_tied_embedding():
+    """Case 10: the gradient is that of both uses, once."""
+    check("dualpipe", 2, 4, 2, config=dataclasses.replace(CONFIG, tied_embeddings=True))
+    check("1f1b", 2, 2, config=dataclasses.replace(CONFIG, tied_embeddings=True))
+
+
+def test_zeroing_the_last_layer_changes_the_loss():
+    """Case 2: every layer exists."""
+    config = dataclasses.replace(CONFIG, num_layers=5)
+    schedule = build("dualpipe_v", num_ranks=2, num_microbatches=4)
+    model = model_of(config, 4, None, False)
+    stages = partition(5, model.num_dense, 4)
+    grad_fn = jax.jit(pipeline_value_and_grad(model.stage_fns(stages), schedule, mesh=make_mesh(2)))
+    params, batch = parameters(config), cut(batch_of(4), 4)
+    losses = []
+    for layer in (None, 0, 1, 2, 3):
+        changed = [
+            jax.tree.map(lambda a, off=i == layer: a * (1.0 - off), tree) for i, tree in enumerate(params["layers"])
+        ]
+        losses.append(
+            float(grad_fn(to_pipeline({**params, "layers": changed}, stages, schedule.placement), batch)[0][0])
+        )
+    assert len({round(loss, 5) for loss in losses}) == 5

@@ -1,0 +1,33 @@
+"""README's example runs as it stands."""
+
+import re
+from pathlib import Path
+
+import jax
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def block(name):
+    found = re.search(rf"<!-- {name} -->\n```\w+\n(.*?)```\n<!-- end -->", README.read_text(), re.DOTALL)
+    assert found, f"README has no {name}"
+    return found.group(1)
+
+
+def test_the_example_trains():
+    namespace = {}
+    exec(block("example"), namespace)  # the README's own text, not a user's
+    loss, grads, params = namespace["loss"], namespace["grads"], namespace["params"]
+    assert float(loss) > 0
+    lower = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+    tokens = namespace["tokens"]
+    batch = {"tokens": tokens, "targets": jax.numpy.roll(tokens, -1, axis=-1)}
+    assert float(namespace["grad_fn"](lower, batch)[0][0]) < float(loss)
+
+
+def test_commands_are_complete():
+    """Each makes its own environment and ends in what it is for."""
+    assert block("train command").strip().endswith("run/train.py")
+    assert block("test command").strip().endswith("pytest")
+    for name in ("train command", "test command"):
+        assert block(name).startswith("python3 -m venv .venv && .venv/bin/pip install")
