@@ -6,17 +6,21 @@ table = lower(schedule)
 
 from dualpipe_jax.schedule.actions import Action, Cell, Kind, Schedule, format_cell, parse_action, parse_cell
 from dualpipe_jax.schedule.builders import BUILDERS, build, nearest_microbatches
-from dualpipe_jax.schedule.costs import Costs
+from dualpipe_jax.schedule.costs import MOE_COSTS, Costs
 from dualpipe_jax.schedule.dualpipe import dualpipe
 from dualpipe_jax.schedule.dualpipe_v import dualpipe_v
 from dualpipe_jax.schedule.graph import ScheduleError
+from dualpipe_jax.schedule.greedy import Memory, Policy, list_schedule
+from dualpipe_jax.schedule.group import group
 from dualpipe_jax.schedule.lower import lower
 from dualpipe_jax.schedule.one_f_one_b import one_f_one_b
 from dualpipe_jax.schedule.placement import Placement
 from dualpipe_jax.schedule.replay import validate_table
+from dualpipe_jax.schedule.search import Found, auto, lower_bound, peak_memory, search
 from dualpipe_jax.schedule.simulate import Mode, Simulation, simulate
 from dualpipe_jax.schedule.table import Segment, TickTable
 from dualpipe_jax.schedule.text import format_schedule, parse_schedule
+from dualpipe_jax.schedule.ticks import tick_schedule
 from dualpipe_jax.schedule.validate import validate
 
 __all__ = [
@@ -38,7 +42,18 @@ __all__ = [
     "format_schedule",
     "parse_schedule",
     "validate",
+    "group",
+    "auto",
+    "search",
+    "Found",
+    "lower_bound",
+    "peak_memory",
+    "Memory",
+    "Policy",
+    "list_schedule",
+    "tick_schedule",
     "Costs",
+    "MOE_COSTS",
     "Mode",
     "Simulation",
     "simulate",

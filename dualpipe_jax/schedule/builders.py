@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,9 @@ def build(
         rule = f"num_microbatches >= {least}" + (f" and a multiple of {multiple}" if multiple > 1 else "")
         near = " or ".join(map(str, valid))
         raise ValueError(f"{name} on {num_ranks=} needs {rule}, not {num_microbatches}; nearest valid: {near}")
+    unknown = sorted(set(options) - set(inspect.signature(builder.build).parameters))
+    if unknown:
+        raise ValueError(f"{name} does not take {', '.join(unknown)}")
     return builder.build(num_ranks, num_microbatches, slot_rule=slot_rule, **options)
 
 

@@ -123,7 +123,8 @@ def draw_png(drawn: Schedule | Simulation, path: str | Path) -> None:
     placement = simulation.schedule.placement
     columns = simulation.makespan / max(1e-9, _unit(simulation))
     width = min(160.0, max(9.0, 0.21 * columns + 1.5))
-    figure = Figure(figsize=(width, 1.35 + 0.36 * placement.num_ranks), dpi=150 if width < 60 else 100)
+    height = 1.35 + 0.36 * max(2, placement.num_ranks)  # less has no room for the title and the legend
+    figure = Figure(figsize=(width, height), dpi=150 if width < 60 else 100)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_boxes(axes, simulation, labels=columns <= 700)

@@ -111,7 +111,6 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: Costs) -> fl
         >>> lower_bound(Placement("v", num_ranks=16, slots=4), 32, Costs())
         399.0
     """
-    stages = range(placement.num_stages)
     kinds = (Kind.F, Kind.I, Kind.W)
     arrival, alone = _arrivals(placement, costs)
     each = num_microbatches // placement.num_directions
@@ -119,7 +118,7 @@ def lower_bound(placement: Placement, num_microbatches: int, costs: Costs) -> fl
     for rank in range(placement.num_ranks):
         held = [placement.stage_of(rank, slot)[0] for slot in range(placement.slots)]
         work = each * sum(costs.least(kind, stage) for stage in held for kind in kinds)
-        bounds.append(min(arrival[s] for s in held if s in stages) + work)
+        bounds.append(min(arrival[s] for s in held) + work)
     return max(bounds)
 
 
@@ -145,11 +144,15 @@ def _candidates(
 ) -> Iterator[Schedule]:
     for placement in placements:
         local = _for(costs, placement)
-        # Orders made for other costs are often better under coupling, or leave slack where messages take time.
-        orders = [local, Costs()] if local != Costs() else [local]
         for policy in _policies(placement.num_ranks):
-            for order in orders:
-                yield list_schedule(placement, num_microbatches, order, memory, policy)
+            yield list_schedule(placement, num_microbatches, local, memory, policy)
+        if local != Costs():
+            # Waiting a little for an input, or the order for equal costs, is often better where costs differ.
+            patience = 0.2 * cost_at(local.forward, 0)
+            for policy in _policies(placement.num_ranks)[-3:]:
+                patient = policy._replace(patience=patience)
+                yield list_schedule(placement, num_microbatches, local, memory, patient)
+            yield list_schedule(placement, num_microbatches, Costs(), memory, _policies(placement.num_ranks)[0])
         if mode != "async":
             for policy in (Policy("I", "deep"), Policy("I", "deep", in_flight=2 * placement.num_ranks)):
                 yield tick_schedule(placement, num_microbatches, memory, policy)
@@ -168,10 +171,9 @@ def _policies(num_ranks: int) -> list[Policy]:
         Policy("I"),
         Policy("F", in_flight=P, pending=3 * P // 2),
         Policy("F", in_flight=P, pending=2 * P),
-        Policy("turns", in_flight=9 * P // 8, pending=2 * P),
         Policy("I", in_flight=5 * P // 4),
         Policy("turns", in_flight=P),
-        Policy("F"),
+        Policy("turns", in_flight=9 * P // 8, pending=2 * P),
     ]
 
 
@@ -182,7 +184,7 @@ def _published(placements: Sequence[Placement], num_microbatches: int) -> Iterat
     kinds = {p.kind for p in placements}
     if "loop" in kinds:
         yield from (one_f_one_b(P, M, rule), zb_h1(P, M, rule), zb_h2(P, M, rule))
-        yield from (interleaved_1f1b(P, M, rule, v) for v in range(2, most + 1))
+        yield from (interleaved_1f1b(P, M, rule, v) for v in sorted({2, most}) if 2 <= v <= most)
     if "v" in kinds and most >= 2:
         yield from (zb_v(P, M, rule), v_half(P, M, rule), v_min(P, M, rule))
         if M >= 2 * P:

@@ -67,6 +67,57 @@ def test_dualpipe_v_formula(num_ranks, extra, pair):
     assert set(simulation.peak_activations) == {2 * P + 1}
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("v", [1, 2, 4])
+def test_interleaved_formula(num_ranks, v):
+    """3 (v M + P - 1) for M a multiple of P."""
+    schedule = build("interleaved_1f1b", num_ranks=num_ranks, num_microbatches=3 * num_ranks, stages_per_rank=v)
+    assert simulate(schedule).makespan == 3 * (v * 3 * num_ranks + num_ranks - 1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("extra", [0, 3])
+def test_zero_bubble_formulas(num_ranks, extra):
+    """ZB-H1 ends P - 1 + P - 1 after its work, in 1F1B's memory; ZB-H2 and ZB-V idle at most P - 1 in all."""
+    P, M = num_ranks, 2 * num_ranks + extra
+    h1, h2, v = (simulate(build(n, num_ranks=P, num_microbatches=M)) for n in ("zb_h1", "zb_h2", "zb_v"))
+    assert h1.makespan == 3 * M + P - 1
+    assert set(h1.peak_activations) == {P}
+    assert h2.makespan == 3 * M + P - 1
+    assert set(h2.peak_activations) == {2 * P - 1}
+    assert v.makespan == 6 * M + P - 1
+    assert set(v.peak_activations) == {2 * P}
+
+
+# Makespans and activations of the authors' published generator, F = I = W = 1. V-Min's order is as short; V-Half's is
+# 3 longer everywhere, since F and I stay where the building block has them.
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_microbatches", "makespan", "peak", "longer"),
+    [
+        ("v_min", 4, 8, 59, 4, 0),
+        ("v_min", 8, 16, 123, 8, 0),
+        ("v_min", 16, 32, 251, 12, 0),
+        ("v_half", 4, 8, 53, 6, 3),
+        ("v_half", 8, 16, 113, 10, 3),
+        ("v_half", 16, 32, 233, 18, 3),
+    ],
+)
+def test_controllable_memory(name, num_ranks, num_microbatches, makespan, peak, longer):
+    simulation = simulate(build(name, num_ranks=num_ranks, num_microbatches=num_microbatches))
+    assert simulation.makespan == makespan + longer
+    assert max(simulation.peak_activations) == peak
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_wave_with_as_many_microbatches_as_ranks(num_ranks):
+    """The paper's case; more stages a rank shorten the ramps (in times of the whole rank's layers)."""
+    spans = [
+        simulate(build("wave", num_ranks=num_ranks, num_microbatches=num_ranks, stages_per_rank=v)).makespan / v
+        for v in (1, 2, 4)
+    ]
+    assert spans[0] > spans[1] > spans[2]
+
+
 @pytest.mark.parametrize(
     ("name", "pair", "percent", "peak"),
     [
@@ -74,6 +125,8 @@ def test_dualpipe_v_formula(num_ranks, extra, pair):
         ("dualpipe", 3, (12.7, 6.8, 3.7), 17),
         ("dualpipe", 2.5, (10.6, 5.9, 3.3), 17),
         ("dualpipe_v", 3, (13.5, 7.25, 4.0), 16.5),
+        ("zb_h1", 3, (13.5, 7.25, 4.0), 16),
+        ("zb_v", 3, (7.25, 3.8, 2.0), 16),
     ],
 )
 def test_published_bubbles(name, pair, percent, peak):

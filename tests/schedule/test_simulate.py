@@ -66,7 +66,7 @@ def test_cells_run_without_overlap():
 def test_cost_of_each_pattern(text, cost):
     costs = Costs(1.5, 1.25, 1.0, pair=3.0, forward_input=2.3, forward_weight=2.1, input_weight=2.0)
     assert costs.cell(parse_cell(text)) == cost
-    assert costs.scaled(0.5).cell(parse_cell(text)) == pytest.approx(cost / 2)
+    assert costs.for_stages(4, 8).cell(parse_cell(text)) == pytest.approx(cost / 2)
 
 
 def test_patterns_default_to_the_sum_of_their_parts():
