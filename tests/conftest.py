@@ -21,3 +21,5 @@ import jax  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+# Half the compile time; the programs are tiny. Tests of the compiled program itself turn it off.
+jax.config.update("jax_disable_most_optimizations", True)

@@ -113,13 +113,17 @@ def microbatch_counts(name, pp):
     return sorted({minimum(name, pp), odd + (name == "dualpipe"), 2 * pp + 2})
 
 
-def grid():
+def grid(every_count=False):
+    turn = itertools.count()
     for name, pp, ep, dp, recompute in itertools.product(
         ("1f1b", "dualpipe", "dualpipe_v"), (1, 2, 4), (1, 2, 4), (1, 2), (False, True)
     ):
         if pp * ep * dp > 8 or (name == "dualpipe" and pp == 1):
             continue
-        for microbatches in microbatch_counts(name, pp):
+        counts = microbatch_counts(name, pp)
+        if not every_count:  # each mesh with one of them, in turn
+            counts = [counts[next(turn) % len(counts)]]
+        for microbatches in counts:
             yield name, pp, microbatches, ep, dp, recompute
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,12 +18,14 @@ def allocate(num_slots: int, shapes: PyTree) -> PyTree:
 
 def read(buffer: PyTree, slot: jax.Array) -> PyTree:
     """The value in a slot."""
-    return jax.tree.map(lambda b: jax.lax.dynamic_index_in_dim(b, slot, 0, keepdims=False), buffer)
+    index = partial(jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
+    return jax.tree.map(lambda b: index(b, slot, 0), buffer)
 
 
 def write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
     """The buffer with `value` in a slot; XLA updates it in place where the old buffer is not read again."""
-    return jax.tree.map(lambda b, v: jax.lax.dynamic_update_index_in_dim(b, v, slot, 0), buffer, value)
+    update = partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
+    return jax.tree.map(lambda b, v: update(b, v, slot, 0), buffer, value)
 
 
 def accumulate(totals: PyTree, values: PyTree) -> PyTree:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,10 +18,18 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dualpipe_jax.executor import branch, buffers, layout
-from dualpipe_jax.executor.cells import COLUMNS, Cells, OperationTable, State, operation_table, operations
+from dualpipe_jax.executor.cells import (
+    COLUMNS,
+    Cells,
+    Operation,
+    OperationTable,
+    State,
+    operation_table,
+    operations,
+)
 from dualpipe_jax.executor.mesh import PIPELINE_AXIS, data_axes
 from dualpipe_jax.executor.stages import StageFns, kinds_of, split_stages
-from dualpipe_jax.schedule import Kind, Schedule, TickTable, lower
+from dualpipe_jax.schedule import Kind, Schedule, Segment, TickTable, lower
 from dualpipe_jax.schedule.split import kinds_in, with_split_backward
 
 PyTree = Any
@@ -170,9 +179,12 @@ class _Program:
         owned = jax.tree.map(lambda leaf: leaf[0], params.stages)
         cells = self._cells(layout.copies(owned, placement), params.shared, batch)
         state = cells.initial_state()
-        for start, stop, uniform, channels in self._segments():
-            tick = self._tick(operations(cells, self.ops.names), start, stop, uniform, channels)
-            state, _ = jax.lax.scan(tick, state, rows[start:stop, 0])
+        ops = operations(cells, self.ops.names)
+        for segment in self._segments():
+            cycle = max(1, len(segment.patterns))
+            ticks = rows[segment.start : segment.stop, 0]
+            blocks = ticks.reshape(-1, cycle, ticks.shape[-1])
+            state, _ = jax.lax.scan(partial(self._block, ops, segment, cycle), state, blocks)
         axes = data_axes(self.mesh)
         everywhere = (PIPELINE_AXIS, *axes)
         stage_grads = _psum_missing(layout.fold(state.stage_grads, placement), stage_specs, axes)
@@ -190,38 +202,38 @@ class _Program:
         splits = split_stages(self.fns, self.distinct, [slots[s] for s in slot_of_kind], shared, microbatch)
         return Cells(self.table, splits, slots, shared, batch)
 
-    def _segments(self) -> list[tuple[int, int, bool, frozenset[str]]]:
-        """(start, stop, straight-line?, channels). Loops gain nothing from segments, and compile each anew."""
+    def _segments(self) -> tuple[Segment, ...]:
+        """The table's; but loops gain nothing from segments, and would compile each anew."""
         segments = self.table.segments
-        if self.form == "loops":
-            channels = frozenset().union(*(s.channels for s in segments))
-            return [(0, len(self.rows), False, channels)]
-        return [(s.start, s.stop, s.uniform, frozenset(s.channels)) for s in segments]
+        if self.form != "loops":
+            return segments
+        channels = frozenset().union(*(s.channels for s in segments))
+        return (Segment(0, len(self.rows), False, channels),)
 
-    def _tick(
-        self, ops: list[Any], start: int, stop: int, uniform: bool, channels: frozenset[str]
-    ) -> Callable[[State, jax.Array], tuple[State, None]]:
+    def _block(
+        self, ops: list[Operation], segment: Segment, cycle: int, state: State, block: jax.Array
+    ) -> tuple[State, None]:
+        """Run `cycle` ticks, int32 [cycle, columns]."""
         num = len(COLUMNS)
-        active = self.ops.active[start:stop]
-
-        def tick(state: State, values: jax.Array) -> tuple[State, None]:
-            row = branch.row_columns(COLUMNS, values[:num])
-            cell, flags = values[num], values[num + 1 :]
+        for i in range(cycle):
+            row = branch.row_columns(COLUMNS, block[i, :num])
+            cell, flags = block[i, num], block[i, num + 1 :]
             if self.form == "loops":
                 state = branch.run_loops(ops, state, row, flags)
-            elif uniform:
+            elif segment.uniform:
+                active = self.ops.active[segment.start + i : segment.stop : cycle]
                 state = branch.run_straight(ops, active, state, row, flags)
             else:
                 state = branch.run_switch(ops, self.cells, state, row, cell)
-            return self._exchange(state, row, channels), None
-
-        return tick
+            state = self._exchange(state, row, segment.channels)
+        return state, None
 
     def _exchange(self, state: State, row: dict[str, jax.Array], channels: frozenset[str]) -> State:
         """Move this tick's results to the neighbours' inboxes. A rank that expects nothing writes to scratch."""
-        ranks = range(self.schedule.placement.num_ranks)
+        placement = self.schedule.placement
+        ranks = range(placement.num_ranks)
         for direction, step in (("right", 1), ("left", -1)):
-            pairs = [(r, (r + step) % len(ranks)) for r in ranks]
+            pairs = [(r, (r + step) % len(ranks)) for r in ranks if placement.is_ring or r + step in ranks]
             if f"{direction}_activation" in channels:
                 message = _permute(state.sent_activation, pairs)
                 slot = row[f"receive_{direction}_activation"]

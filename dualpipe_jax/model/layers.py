@@ -61,8 +61,7 @@ class Attention(nnx.Module):
         heads = (x @ self.qkv[...]).reshape(*x.shape[:2], c.num_heads + 2 * c.num_kv_heads, -1)
         q, k, v = jnp.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
         q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
-        # Inside, bfloat16 meets float32: JAX's own function relies on implicit promotion, whatever the caller's setting.
-        with jax.named_scope("attention"), jax.numpy_dtype_promotion("standard"):
+        with jax.named_scope("attention"):
             mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return mixed.reshape(*x.shape[:2], -1) @ self.out[...]
 

@@ -1,15 +1,18 @@
-"""Schedules for other programs: CSV as torch.distributed.pipelining reads it, Chrome trace events, tables."""
+"""Schedules for other programs: Chrome trace events, and self-contained web pages."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
+from importlib import resources
+from typing import Any
 
 from dualpipe_jax.schedule.actions import Kind, format_cell
-from dualpipe_jax.schedule.builders import BUILDERS, build, nearest_microbatches
-from dualpipe_jax.schedule.costs import Costs
-from dualpipe_jax.schedule.simulate import Mode, Simulation, simulate
+from dualpipe_jax.schedule.compare import MFU_MODEL, Row
+from dualpipe_jax.schedule.render import COLOURS, LABELS, shade_of
+from dualpipe_jax.schedule.report import phases, side_by_side
+from dualpipe_jax.schedule.simulate import Simulation
 
 
 def chrome_trace(simulation: Simulation, microseconds: float = 1000.0) -> str:
@@ -29,75 +32,53 @@ def chrome_trace(simulation: Simulation, microseconds: float = 1000.0) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-@dataclass(frozen=True)
-class Row:
-    """One schedule in a comparison.
-
-    Attributes:
-        bubble: 1 - work / (P x makespan). largest_idle: of any rank, over the makespan (what the formulas give).
-        formula: the simple formula that articles quote, of idle over working time; None where there is none.
-        peak: activations of one microbatch through 1/P of the layers. copies: of the parameters.
-        transfers: messages a microbatch sends between ranks in F (and as many in I).
-    """
-
-    schedule: str
-    microbatches: int
-    bubble: float
-    largest_idle: float
-    formula: float | None
-    peak: float
-    copies: int
-    transfers: int
+def schedule_page(simulation: Simulation) -> str:
+    """HTML of an interactive Gantt chart: zoom, hover, phases, play, all modes. Needs nothing else, and no network."""
+    return _page("schedule.html", _schedule_data(simulation))
 
 
-def compare(num_ranks: int, microbatches: Sequence[int], costs: Costs | None = None, mode: Mode = "async") -> list[Row]:
-    """All schedules side by side, those that do not exist for P and M left out.
+def comparison_page(rows: Sequence[Row], num_ranks: int, costs: str) -> str:
+    """HTML of `compare`'s table and its chart of bubble and modelled MFU.
 
     Args:
-        costs: times of 1/P of the layers (`Costs.for_stages`).
-
-    Raises:
-        ValueError: P < 1.
-
-    Example:
-        >>> [row.schedule for row in compare(3, [4])][:3]
-        ['gpipe', '1f1b', 'interleaved_1f1b']
+        costs: what was simulated, in words.
     """
-    if num_ranks < 1:
-        raise ValueError(f"{num_ranks=} must be at least 1; nearest valid: 1")
-    rows = []
-    for m in microbatches:
-        for name, builder in BUILDERS.items():
-            if (builder.even_ranks and num_ranks % 2) or m not in nearest_microbatches(name, num_ranks, m):
-                continue
-            schedule = build(name, num_ranks=num_ranks, num_microbatches=m)
-            placement = schedule.placement
-            local = (costs or Costs()).for_stages(num_ranks, placement.num_stages)
-            s = simulate(schedule, local, mode)
-            idle = max(s.idle) / s.makespan
-            crossed = [placement.rank_of(i) != placement.rank_of(i + 1) for i in range(placement.num_stages - 1)]
-            formula = simple_formula(name, num_ranks, m)
-            figures = s.bubble_fraction, idle, formula, s.peak_units, placement.num_directions, sum(crossed)
-            rows.append(Row(name, m, *figures))
-    return rows
+    data = {"ranks": num_ranks, "costs": costs, "model": MFU_MODEL, "rows": [asdict(row) for row in rows]}
+    return _page("comparison.html", data)
 
 
-def simple_formula(name: str, num_ranks: int, num_microbatches: int) -> float | None:
-    """Idle over working time as articles quote it: (P-1)/M for 1F1B, a third of it for ZB-H1, (P/2-1)/(6M) for
-    DualPipe.
+def _page(template: str, data: dict[str, Any]) -> str:
+    text = resources.files("dualpipe_jax.schedule").joinpath("pages", template).read_text(encoding="utf-8")
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no text may end the script
+    return text.replace("__DATA__", embedded)
 
-    Example:
-        >>> simple_formula("1f1b", 16, 32)
-        0.46875
-    """
-    P, M = num_ranks, num_microbatches
-    known = {
-        "gpipe": (P - 1) / M,
-        "1f1b": (P - 1) / M,
-        "interleaved_1f1b": (P - 1) / (2 * M),
-        "zb_h1": (P - 1) / (3 * M),
-        "zb_h2": 0.0,
-        "zb_v": 0.0,
-        "dualpipe": (P / 2 - 1) / (6 * M),
+
+def _schedule_data(simulation: Simulation) -> dict[str, Any]:
+    """What the page draws: cells as [text, duration, actions], an action as [kind, shade, stage, microbatch]."""
+    schedule = simulation.schedule
+    cells = [
+        [
+            [
+                format_cell(cell),
+                end - start,
+                [[a.kind.value, shade_of(schedule, a.stage, a.direction), a.stage, a.microbatch] for a in cell],
+            ]
+            for cell, start, end in zip(row, simulation.start[rank], simulation.end[rank], strict=True)
+        ]
+        for rank, row in enumerate(schedule.ranks)
+    ]
+    modes = {
+        mode: {"makespan": s.makespan, "bubble": s.bubble_fraction, "start": s.start, "phases": phases(s)}
+        for mode, s in side_by_side(simulation).items()
     }
-    return known.get(name)
+    return {
+        "schedule": schedule.name,
+        "microbatches": schedule.num_microbatches,
+        "directions": schedule.placement.num_directions,
+        "slots": schedule.placement.slots,
+        "mode": simulation.mode,
+        "cells": cells,
+        "modes": modes,
+        "colours": {f"{kind.value}{shade}": colour for (kind, shade), colour in COLOURS.items()},
+        "labels": {kind.value: label for kind, label in LABELS.items()},
+    }

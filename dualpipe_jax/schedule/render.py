@@ -120,16 +120,16 @@ def draw_png(drawn: Schedule | Simulation, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     simulation = drawn if isinstance(drawn, Simulation) else simulate(drawn, Costs())
-    placement = simulation.schedule.placement
     columns = simulation.makespan / max(1e-9, _unit(simulation))
     width = min(160.0, max(9.0, 0.21 * columns + 1.5))
-    height = 1.35 + 0.36 * max(2, placement.num_ranks)  # less has no room for the title and the legend
-    figure = Figure(figsize=(width, height), dpi=150 if width < 60 else 100)
+    height = 1.6 + 0.36 * simulation.schedule.placement.num_ranks
+    figure = Figure(figsize=(width, height), dpi=150 if width < 60 else 100, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw_boxes(axes, simulation, labels=columns <= 700)
     _draw_frame(axes, simulation)
-    figure.tight_layout()
+    # An entry is at most 1.6 inches wide; columns of two keep the shades of a kind above each other.
+    figure.legend(loc="outside lower center", ncols=8 if width > 8 * 1.6 else 4, fontsize=7, frameon=False)
     with rc_context({"svg.fonttype": "none"}):  # text stays text
         figure.savefig(path)
 
@@ -167,6 +167,7 @@ def _draw_boxes(axes: Axes, simulation: Simulation, labels: bool) -> None:
                     va="center",
                     fontsize=6.5 if b.lanes == 1 else 5.5,
                     color="black" if shade else "white",
+                    in_layout=False,
                 )
 
 
@@ -192,5 +193,3 @@ def _draw_frame(axes: Axes, simulation: Simulation) -> None:
         fontsize=10,
     )
     axes.spines[["top", "right"]].set_visible(False)
-    below = -0.45 / (0.36 * schedule.placement.num_ranks)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=8, fontsize=7, frameon=False)

@@ -5,9 +5,18 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dualpipe_jax import PipelineParams, StageFns, build, make_mesh, pipeline_value_and_grad, stack_stages
 from dualpipe_jax.schedule import lower
+
+
+@pytest.fixture(autouse=True)
+def _optimized():
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
 
 WIDTH, ROWS = 32, 8
 

@@ -17,6 +17,7 @@ from dualpipe_jax import (
     stack_stages,
     unstack_stages,
 )
+from dualpipe_jax.schedule import lower
 
 # float32: sums over microbatches and shards in another order.
 TOLERANCE = 1e-5
@@ -103,6 +104,16 @@ def test_equals_reference(name, ranks, microbatches, form):
     check(name, ranks, microbatches, form=form)
 
 
+@pytest.mark.parametrize(
+    "name", ["gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "wave", "auto"]
+)
+def test_every_other_builder(name):
+    """A schedule is data: what builds is run by the same executor."""
+    options = {"stages_per_rank": 2} if name in ("interleaved_1f1b", "wave", "auto") else {}
+    check(name, 2, 4, **options)
+    check(name, 4, 8, form="loops", slot_rule="steady" if name == "zb_v" else "depth", **options)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe", "dualpipe_v"])
 def test_data_axes(name):
     check(name, 2, 4, dp=2, ep=2)
@@ -116,11 +127,11 @@ def test_different_kinds_of_stage(form):
 
 def test_straight_line_segments():
     """A long steady state has ticks that are the same cell on all ranks, and runs them without a branch."""
-    schedule = build("dualpipe_v", num_ranks=2, num_microbatches=16, slot_rule="steady")
-    from dualpipe_jax.schedule import lower
-
-    assert any(segment.uniform for segment in lower(schedule).segments)
-    check("dualpipe_v", 2, 16, form="switch", slot_rule="steady")
+    for name, cycle in (("dualpipe_v", 2), ("dualpipe", 2), ("gpipe", 1)):
+        schedule = build(name, num_ranks=2, num_microbatches=16, slot_rule="steady")
+        patterns = [len(segment.patterns) for segment in lower(schedule).segments if segment.uniform]
+        assert cycle in patterns, patterns
+        check(name, 2, 16, form="switch", slot_rule="steady")
 
 
 def test_traced_once():

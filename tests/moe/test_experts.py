@@ -63,6 +63,15 @@ def test_places_beyond_the_last_block_are_not_read():
         assert np.all(np.isfinite(result))
 
 
+@pytest.mark.parametrize("places", [BLOCK, 2 * BLOCK])
+def test_fewer_places_than_are_multiplied_at_once(places):
+    lhs, rhs, g = normal(0, places, K), normal(1, 1, K, N), normal(2, places, N)
+    out, dlhs, drhs = product_and_gradients(lhs, rhs, jnp.array([places // BLOCK], jnp.int32), g)
+    assert_close(out, np.float64(lhs) @ np.float64(rhs[0]))
+    assert_close(dlhs, np.float64(g) @ np.float64(rhs[0]).T)
+    assert_close(drhs[0], np.float64(lhs).T @ np.float64(g))
+
+
 def test_bfloat16_is_summed_in_float32():
     """256 + 1 + 1 ... sticks at 256 in bfloat16; here 256 + 256 ones arrive, over columns and over blocks of rows."""
     many, block = 257, 32

@@ -14,34 +14,11 @@ from dualpipe_jax.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 RUN = Path(__file__).parents[2] / "run"
-TINY = [
-    "--preset",
-    "debug_one_device",
-    "--pipeline.schedule",
-    "dualpipe",
-    "--pipeline.pp",
-    "4",
-    "--pipeline.ep",
-    "2",
-    "--pipeline.num-microbatches",
-    "8",
-    "--data.batch-size",
-    "16",
-    "--data.seq-len",
-    "16",
-    "--model.num-layers",
-    "4",
-    "--model.d-model",
-    "16",
-    "--model.d-ff",
-    "16",
-    "--model.moe.d-ff",
-    "8",
-    "--model.moe.block-size",
-    "4",
-    "--checkpoint.every",
-    "2",
-]
+TINY = """
+--preset debug_one_device --pipeline.schedule dualpipe --pipeline.pp 4 --pipeline.ep 2 --pipeline.num-microbatches 8
+--data.batch-size 16 --data.seq-len 16 --model.num-layers 4 --model.d-model 16 --model.d-ff 16
+--model.moe.d-ff 8 --model.moe.block-size 4 --checkpoint.every 2
+"""
 ENDS_WITHIN_S = 30  # grace is 2 s; the rest is for a busy machine
 
 
@@ -52,19 +29,9 @@ def environment():
 
 
 def command(processes, run_dir, text_file, *arguments):
-    start = [RUN / "train.py"]
-    if processes > 1:
-        start = [
-            RUN / "launch.py",
-            "--processes",
-            processes,
-            "--grace-seconds",
-            2,
-            "--log-dir",
-            f"{run_dir}-logs",
-            "--",
-        ]
-    flags = [*TINY, "--train.run-dir", run_dir, "--data.paths", text_file, *arguments]
+    launcher = ["--processes", processes, "--grace-seconds", 2, "--log-dir", f"{run_dir}-logs", "--"]
+    start = [RUN / "launch.py", *launcher] if processes > 1 else [RUN / "train.py"]
+    flags = [*TINY.split(), "--train.run-dir", run_dir, "--data.paths", text_file, *arguments]
     return [sys.executable, *map(str, [*start, *flags])]
 
 

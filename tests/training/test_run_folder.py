@@ -13,6 +13,8 @@ from tensorboardX.proto.event_pb2 import Event
 from dualpipe_jax.checkpoint import Checkpointer
 from dualpipe_jax.config import from_json
 from dualpipe_jax.metrics import REQUIRED
+from dualpipe_jax.schedule import build
+from dualpipe_jax.schedule.render import draw_png
 from dualpipe_jax.train import train
 
 TRAIN = Path(__file__).parents[2] / "run" / "train.py"
@@ -69,6 +71,13 @@ def test_picture_and_checkpoints(result):
     with Checkpointer(done.run_dir / "checkpoints") as checkpoints:
         assert checkpoints.latest() == 5, "the last step is saved, whatever `every` says"
     assert sorted(p.name for p in (done.run_dir / "checkpoints").iterdir() if p.name.isdecimal()) == ["4", "5"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_picture_of_few_ranks(tmp_path, ranks):
+    """Warnings are errors here: there is room for the title and the legend."""
+    draw_png(build("1f1b", num_ranks=ranks, num_microbatches=2), tmp_path / "schedule.png")
+    assert (tmp_path / "schedule.png").stat().st_size > 1000
 
 
 def run_train(*arguments, **environment):

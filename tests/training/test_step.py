@@ -185,7 +185,10 @@ def half_precision():
 def test_bfloat16_computes_and_float32_keeps(alone, half_precision):
     """Losses within 2% after a few steps; all that is kept from step to step is float32, and moves."""
     batches = [tiny_run.batch(4, seed) for seed in range(5)]
-    (_, a), (state, b) = steps(alone, *batches), steps(half_precision, *batches)
+    _, a = steps(alone, *batches)
+    # JAX cannot lower the gradient of its own bfloat16 attention with strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        state, b = steps(half_precision, *batches)
     np.testing.assert_allclose([m.loss for m in b], [m.loss for m in a], rtol=0.02)
     assert b[0].loss != a[0].loss, "it does compute in bfloat16"
     floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
