@@ -58,7 +58,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 def apply_gradients(
     optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """(new parameters, new optimizer state). optax relies on JAX's implicit promotion, whatever the caller's setting."""
+    """(new parameters, new optimizer state). optax relies on JAX's implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -185,7 +186,8 @@ class _Run:
         closing_panel(
             display.console,
             f"steps {start['step']} to {end['step']} in {result.seconds:.0f} s "
-            f"(first after {result.first_step_seconds:.0f} s): loss {start['loss']:.2f} -> {end['loss']:.2f}",
+            f"(first after {result.first_step_seconds:.0f} s): loss {start['loss']:.2f} -> {end['loss']:.2f}, "
+            f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f} MiB",
             [
                 ("the schedule that ran", str(self.run_dir / "schedule.png")),
                 ("curves", f"tensorboard --logdir {self.run_dir} (pip install tensorboard)"),

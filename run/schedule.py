@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from dualpipe_jax.schedule import MOE_COSTS, Costs, Mode, Simulation, build, group, simulate
-from dualpipe_jax.schedule.export import Row, chrome_trace, compare
-from dualpipe_jax.schedule.render import draw_png, text_grid
+from dualpipe_jax.schedule import MOE_COSTS, Costs, Memory, Mode, Simulation, build, group, simulate
+from dualpipe_jax.schedule.comparison import MFU_MODEL, Row, compare
+from dualpipe_jax.schedule.export import chrome_trace, comparison_page, schedule_page
+from dualpipe_jax.schedule.render import draw_comparison, draw_png, text_grid
+from dualpipe_jax.schedule.report import Bytes, report
 from dualpipe_jax.schedule.text import format_schedule
 
 
@@ -43,11 +45,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--pair", type=float, help="cost of F and B in one cell; default their sum")
     add("--transfer", type=float, default=0.0, help="time of a message")
     add("--moe-costs", action="store_true", help="costs in which actions hide each other's communication")
-    add("--compare", action="store_true", help="table of all schedules")
+    add(
+        "--bytes",
+        type=float,
+        nargs="+",
+        metavar="BYTES",
+        help="of one microbatch through 1/P of the layers: kept from F to I, and from I to W (default: as much)",
+    )
+    add("--memory-limit", type=float, help="for auto, of a rank: activations, or bytes where --bytes is given")
+    add("--compare", action="store_true", help="table of all schedules; --png, --svg, --html: also a chart")
     add("--json", action="store_true", help="print figures as one JSON object, and nothing else")
     add("--csv", type=Path, help="write the order, one line a rank, as torch.distributed.pipelining reads it")
     add("--png", type=Path, help="write a Gantt chart")
     add("--svg", type=Path, help="write a Gantt chart")
+    add("--html", type=Path, help="write one interactive page, which needs no network")
     add("--trace", type=Path, help="write Chrome trace events (open in Perfetto)")
     return parser
 
@@ -58,17 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         costs = MOE_COSTS if args.moe_costs else _costs(args)
         if args.compare:
-            _print_comparison(compare(args.ranks, args.microbatches, costs, args.mode), args.json)
+            _compare(args, costs)
             return 0
-        simulation = _simulate(args, costs)
+        sizes = _bytes(args)
+        simulation = _simulate(args, costs, sizes)
+        figures = report(simulation, sizes)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     _write(simulation, args)
     if args.json:
-        print(json.dumps(simulation.summary()))
+        print(json.dumps(figures))
     else:
-        _print(simulation)
+        _print(simulation, figures)
     return 0
 
 
@@ -77,12 +90,22 @@ def _costs(args: argparse.Namespace) -> Costs:
     return Costs(forward, backward_input, backward_weight, pair=args.pair, transfer=args.transfer)
 
 
-def _simulate(args: argparse.Namespace, costs: Costs) -> Simulation:
+def _bytes(args: argparse.Namespace) -> Bytes | None:
+    if args.bytes is None:
+        return None
+    if len(args.bytes) > 2:
+        raise ValueError(f"--bytes takes one or two numbers, not {len(args.bytes)}; nearest valid: 2")
+    return Bytes(*args.bytes)
+
+
+def _simulate(args: argparse.Namespace, costs: Costs, sizes: Bytes | None) -> Simulation:
     if len(args.microbatches) > 1:
         raise ValueError("several --microbatches need --compare")
     options: dict[str, Any] = {} if args.stages_per_rank is None else {"stages_per_rank": args.stages_per_rank}
     if args.schedule == "auto":
-        options |= {"costs": costs, "mode": args.mode}
+        options |= {"costs": costs, "mode": args.mode, "memory": _memory(args, sizes)}
+    elif args.memory_limit is not None:
+        raise ValueError("--memory-limit is for --schedule auto")
     schedule = build(
         args.schedule,
         num_ranks=args.ranks,
@@ -95,38 +118,86 @@ def _simulate(args: argparse.Namespace, costs: Costs) -> Simulation:
     return simulate(group(schedule) if args.group else schedule, costs, args.mode)
 
 
+def _memory(args: argparse.Namespace, sizes: Bytes | None) -> Memory | None:
+    if args.memory_limit is None:
+        return None
+    if sizes is None:
+        return Memory(args.memory_limit)
+    # auto has 4 stages a rank unless told otherwise
+    return sizes.memory(1, args.stages_per_rank or 4, args.memory_limit)
+
+
 def _write(simulation: Simulation, args: argparse.Namespace) -> None:
     if args.csv:
         args.csv.write_text(format_schedule(simulation.schedule, ",") + "\n")
     if args.trace:
         args.trace.write_text(chrome_trace(simulation))
+    if args.html:
+        args.html.write_text(schedule_page(simulation), encoding="utf-8")
     for path in (args.png, args.svg):
         if path:
             draw_png(simulation, path)
 
 
-def _print(simulation: Simulation) -> None:
+def _print(simulation: Simulation, figures: dict[str, Any]) -> None:
     print(text_grid(simulation.schedule, colour=sys.stdout.isatty()))
-    summary = simulation.summary()
     print(
-        f"{summary['schedule']}: makespan {summary['makespan']:g} ({summary['mode']}), "
-        f"bubble {100 * summary['bubble_fraction']:.2f}% of P x makespan, "
-        f"at most {summary['peak_activations']} activations and {summary['pending_weight_max']} W put off"
+        f"{figures['schedule']}: makespan {figures['makespan']:g} ({figures['mode']}), "
+        f"bubble {100 * figures['bubble_fraction']:.2f}% of P x makespan, "
+        f"at most {figures['peak_activations']} activations and {figures['pending_weight_max']} W put off"
     )
-
-
-def _print_comparison(rows: list[Row], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([vars(row) for row in rows]))
-        return
-    print(f"{'schedule':<17}{'M':>5}{'bubble':>9}{'idle':>9}{'formula':>9}{'peak':>8}{'copies':>8}{'transfers':>11}")
-    for r in rows:
-        formula = "-" if r.formula is None else f"{100 * r.formula:.2f}%"
+    if "peak_bytes" in figures:
+        print(f"at most {figures['peak_bytes']:g} bytes kept on a rank")
+    print("the lowered table, by what couples the ranks:")
+    for mode, s in figures["modes"].items():
         print(
-            f"{r.schedule:<17}{r.microbatches:>5}{100 * r.bubble:>8.2f}%{100 * r.largest_idle:>8.2f}%{formula:>9}"
-            f"{r.peak:>8g}{r.copies:>8}{r.transfers:>11}"
+            f"{mode:>12} {s['makespan']:>9g}  bubble {100 * s['bubble_fraction']:>5.2f}%  {s['over_async']:.3f} x async"
         )
-    print("bubble: 1 - work / (P x makespan). idle: largest of any rank / makespan. formula: as articles quote it.")
+
+
+def _compare(args: argparse.Namespace, costs: Costs) -> None:
+    if args.csv or args.trace:
+        raise ValueError("--csv and --trace write one schedule; leave out --compare")
+    rows = compare(args.ranks, args.microbatches, costs, args.mode)
+    words = _words(args, costs)
+    for path in (args.png, args.svg):
+        if path:
+            draw_comparison(rows, args.ranks, words, path)
+    if args.html:
+        args.html.write_text(comparison_page(rows, args.ranks, words), encoding="utf-8")
+    if args.json:
+        print(json.dumps({"ranks": args.ranks, "mode": args.mode, "rows": [vars(row) for row in rows]}))
+    else:
+        _print_comparison(rows)
+
+
+def _words(args: argparse.Namespace, costs: Costs) -> str:
+    """What was simulated, for titles."""
+    words = f"F, I, W = {costs.forward:g}, {costs.backward_input:g}, {costs.backward_weight:g}"
+    if costs.forward_input is not None:
+        words += f", F+I, F+W, I+W = {costs.forward_input:g}, {costs.forward_weight:g}, {costs.input_weight:g}"
+    if costs.pair is not None:
+        words += f", F+I+W = {costs.pair:g}"
+    return f"{words}, transfer {costs.transfer:g} ({args.mode})"
+
+
+def _print_comparison(rows: list[Row]) -> None:
+    with_mfu = any(r.mfu is not None for r in rows)
+    titles = "".join(f"{title:>9}" for title in ("bubble", "idle", "exact", "simple"))
+    titles = f"{'schedule':<17}{'M':>5}{titles}{'peak':>8}{'copies':>8}{'transfers':>11}"
+    print(titles + (f"{'MFU*':>8}" if with_mfu else ""))
+    for r in rows:
+        shares = "".join(f"{_percent(x):>9}" for x in (r.bubble, r.largest_idle, r.exact, r.formula))
+        mfu = f"{_percent(r.mfu, 1):>8}" if with_mfu else ""
+        print(f"{r.schedule:<17}{r.microbatches:>5}{shares}{r.peak:>8g}{r.copies:>8}{r.transfers:>11}{mfu}")
+    print("bubble: 1 - work / (P x makespan). idle: largest of any rank / makespan; exact: the same by formula.")
+    print("simple: as articles quote it. peak: activations of one microbatch through 1/P of the layers.")
+    if with_mfu:
+        print("*" + "\n ".join(MFU_MODEL))
+
+
+def _percent(share: float | None, digits: int = 2) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f}%"
 
 
 if __name__ == "__main__":

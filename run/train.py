@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from dualpipe_jax.cli import fail, parse_cli
 from dualpipe_jax.config import Config
@@ -60,4 +59,4 @@ def _cache_dir() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,6 +28,6 @@ def test_the_example_trains():
 def test_commands_are_complete():
     """Each makes its own environment and ends in what it is for."""
     assert block("train command").strip().endswith("run/train.py")
-    assert block("test command").strip().endswith("pytest")
+    assert block("test command").strip().endswith("pytest -n 2")
     for name in ("train command", "test command"):
         assert block(name).startswith("python3 -m venv .venv && .venv/bin/pip install")

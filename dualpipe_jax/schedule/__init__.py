@@ -6,6 +6,7 @@ table = lower(schedule)
 
 from dualpipe_jax.schedule.actions import Action, Cell, Kind, Schedule, format_cell, parse_action, parse_cell
 from dualpipe_jax.schedule.builders import BUILDERS, build, nearest_microbatches
+from dualpipe_jax.schedule.comparison import Row, compare
 from dualpipe_jax.schedule.costs import MOE_COSTS, Costs
 from dualpipe_jax.schedule.dualpipe import dualpipe
 from dualpipe_jax.schedule.dualpipe_v import dualpipe_v
@@ -16,6 +17,7 @@ from dualpipe_jax.schedule.lower import lower
 from dualpipe_jax.schedule.one_f_one_b import one_f_one_b
 from dualpipe_jax.schedule.placement import Placement
 from dualpipe_jax.schedule.replay import validate_table
+from dualpipe_jax.schedule.report import Bytes, peak_bytes, phases, report, side_by_side
 from dualpipe_jax.schedule.search import Found, auto, lower_bound, peak_memory, search
 from dualpipe_jax.schedule.simulate import Mode, Simulation, simulate
 from dualpipe_jax.schedule.table import Segment, TickTable
@@ -57,6 +59,13 @@ __all__ = [
     "Mode",
     "Simulation",
     "simulate",
+    "side_by_side",
+    "report",
+    "phases",
+    "Bytes",
+    "peak_bytes",
+    "compare",
+    "Row",
     "lower",
     "TickTable",
     "Segment",

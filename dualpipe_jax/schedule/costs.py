@@ -82,7 +82,7 @@ class Costs:
         for name in (*_ALONE.values(), *_TOGETHER.values()):
             value = getattr(self, name)
             if isinstance(value, tuple):
-                changed[name] = _spread(name, value, num_stages)
+                changed[name] = spread(name, value, num_stages)
             elif value is not None:
                 changed[name] = value * num_ranks / num_stages
         return replace(self, **changed)
@@ -118,7 +118,12 @@ class Costs:
         return float(sum(cost_at(getattr(self, _ALONE[p]), stage) for kind, stage in key for p in _PARTS[kind]))
 
 
-def _spread(name: str, parts: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
+def spread(name: str, parts: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
+    """The numbers of n equal parts of the layers, for num_stages equal parts.
+
+    Raises:
+        ValueError: neither of n and num_stages divides the other.
+    """
     n = len(parts)
     if n % num_stages == 0:
         size = n // num_stages

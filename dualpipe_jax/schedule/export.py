@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from dualpipe_jax.schedule.actions import Kind, format_cell
-from dualpipe_jax.schedule.compare import MFU_MODEL, Row
+from dualpipe_jax.schedule.comparison import MFU_MODEL, Row
 from dualpipe_jax.schedule.render import COLOURS, LABELS, shade_of
 from dualpipe_jax.schedule.report import phases, side_by_side
 from dualpipe_jax.schedule.simulate import Simulation

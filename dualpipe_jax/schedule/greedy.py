@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from dualpipe_jax.schedule.actions import Action, Cell, Kind, Schedule
-from dualpipe_jax.schedule.costs import Cost, Costs, cost_at
+from dualpipe_jax.schedule.costs import Cost, Costs, cost_at, spread
 from dualpipe_jax.schedule.placement import Placement
 
 # Times are sums of floats: two that differ by less are the same moment.
@@ -37,6 +37,24 @@ class Memory:
         activation = [share if self.activation is None else cost_at(self.activation, s) for s in stages]
         weight = activation if self.weight is None else [cost_at(self.weight, s) for s in stages]
         return activation, list(weight)
+
+    def for_stages(self, given: int, num_stages: int) -> Memory:
+        """The same sizes for a model cut into num_stages stages, not `given` as here.
+
+        Raises:
+            ValueError: a tuple does not fit the new number of stages.
+
+        Example:
+            >>> Memory(8.0, activation=(1.0, 3.0)).for_stages(2, 4).activation
+            (0.5, 0.5, 1.5, 1.5)
+        """
+
+        def scaled(name: str, value: Cost | None) -> Cost | None:
+            if isinstance(value, tuple):
+                return spread(name, value, num_stages)
+            return None if value is None else value * given / num_stages
+
+        return Memory(self.limit, scaled("activation", self.activation), scaled("weight", self.weight))
 
 
 class Policy(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dualpipe_jax.schedule.actions import Cell, Kind, Schedule
+from dualpipe_jax.schedule.comparison import MFU_MODEL, Row
 from dualpipe_jax.schedule.costs import Costs
 from dualpipe_jax.schedule.graph import cell_graph
 from dualpipe_jax.schedule.lower import assign_ticks
@@ -192,4 +194,55 @@ def _draw_frame(axes: Axes, simulation: Simulation) -> None:
         f"bubble {100 * simulation.bubble_fraction:.1f}% ({simulation.mode}); grey is idle",
         fontsize=10,
     )
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+SIZE_COLOURS = ("#4C78A8", "#2E8B57", "#D9A400", "#A0523D", "#7A5195", "#555555")
+"""Of the numbers of microbatches in a comparison."""
+
+
+def draw_comparison(rows: Sequence[Row], num_ranks: int, costs: str, path: str | Path) -> None:
+    """Draw the bubble of every schedule and M, and the modelled MFU where the rows have one, with its assumptions.
+
+    Args:
+        costs: what was simulated, in words.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(row.schedule for row in rows))
+    sizes = list(dict.fromkeys(row.microbatches for row in rows))
+    with_mfu = any(row.mfu is not None for row in rows)
+    height = 1.6 + len(names) * max(0.3, 0.19 * len(sizes))
+    figure = Figure(figsize=(13 if with_mfu else 8, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 1 + with_mfu, sharey=True, squeeze=False)[0]
+    bubbles = {(row.schedule, row.microbatches): row.bubble for row in rows}
+    _draw_bars(panels[0], names, sizes, bubbles, "bubble, 1 - work / (P x makespan), %")
+    if with_mfu:
+        mfu = {(row.schedule, row.microbatches): row.mfu for row in rows if row.mfu is not None}
+        _draw_bars(panels[1], names, sizes, mfu, "modelled MFU, %")
+        figure.supxlabel("\n".join(MFU_MODEL), fontsize=7)
+    what = "Bubble and modelled MFU for 671B on 2,048 GPUs" if with_mfu else "Bubble"
+    figure.suptitle(f"{what}, P={num_ranks}; {costs}", fontsize=11)
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False, title="microbatches")
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path)
+
+
+def _draw_bars(
+    axes: Axes, names: list[str], sizes: list[int], values: dict[tuple[str, int], float], title: str
+) -> None:
+    """A group a schedule, a bar an M; a schedule that does not exist for an M has a gap there."""
+    tall = 0.85 / len(sizes)
+    for i, size in enumerate(sizes):
+        known = [(at, 100 * values[name, size]) for at, name in enumerate(names) if (name, size) in values]
+        at = [where - 0.425 + (i + 0.5) * tall for where, _ in known]
+        colour = SIZE_COLOURS[i % len(SIZE_COLOURS)]
+        bars = axes.barh(at, [value for _, value in known], tall * 0.92, color=colour, label=f"M = {size}")
+        axes.bar_label(bars, fmt="%.1f", fontsize=6.5, padding=2)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(title)
     axes.spines[["top", "right"]].set_visible(False)

@@ -74,7 +74,8 @@ def search(
         placements: where stages may live. Published schedules are tried too if they use one of these kinds, at most
             as many slots, and no more memory.
         costs: times of 1/P of the layers, or of n equal parts of them (`Costs.for_stages`). Default F = I = W = 1.
-        memory: limit for each rank; default that of 1F1B, P activations of one microbatch through 1/P of the layers.
+        memory: limit for each rank, and sizes of the stages of placements[0]; default the limit of 1F1B, P activations
+            of one microbatch through 1/P of the layers.
         mode: the makespan to minimise, see `simulate`.
 
     Raises:
@@ -142,26 +143,38 @@ def _for(costs: Costs, placement: Placement) -> Costs:
 def _candidates(
     placements: Sequence[Placement], num_microbatches: int, costs: Costs, memory: Memory, mode: Mode
 ) -> Iterator[Schedule]:
+    given = placements[0].num_stages
     for placement in placements:
-        local = _for(costs, placement)
-        for policy in _policies(placement.num_ranks):
-            yield list_schedule(placement, num_microbatches, local, memory, policy)
-        if local != Costs():
-            # Waiting a little for an input, or the order for equal costs, is often better where costs differ.
-            patience = 0.2 * cost_at(local.forward, 0)
-            for policy in _policies(placement.num_ranks)[-3:]:
-                patient = policy._replace(patience=patience)
-                yield list_schedule(placement, num_microbatches, local, memory, patient)
-            yield list_schedule(placement, num_microbatches, Costs(), memory, _policies(placement.num_ranks)[0])
+        sizes = memory.for_stages(given, placement.num_stages)
+        yield from _listed(placement, num_microbatches, _for(costs, placement), sizes)
         if mode != "async":
             for policy in (Policy("I", "deep"), Policy("I", "deep", in_flight=2 * placement.num_ranks)):
-                yield tick_schedule(placement, num_microbatches, memory, policy)
+                yield tick_schedule(placement, num_microbatches, sizes, policy)
     for schedule in _published(placements, num_microbatches):
-        if fits(schedule, memory):
+        num_stages = schedule.placement.num_stages
+        try:
+            _for(costs, schedule.placement)
+            sizes = memory.for_stages(given, num_stages)
+        except ValueError:  # its stages do not coincide with the parts whose costs are known
+            continue
+        if fits(schedule, sizes):
             yield schedule
             if costs.has_patterns:
                 yield group(schedule)
                 yield group(schedule, {"IW", "FIW"})
+
+
+def _listed(placement: Placement, num_microbatches: int, local: Costs, memory: Memory) -> Iterator[Schedule]:
+    """List schedules; local: costs of the placement's stages."""
+    for policy in _policies(placement.num_ranks):
+        yield list_schedule(placement, num_microbatches, local, memory, policy)
+    if local != Costs():
+        # Waiting a little for an input, or the order for equal costs, is often better where costs differ.
+        patience = 0.2 * cost_at(local.forward, 0)
+        for policy in _policies(placement.num_ranks)[-3:]:
+            patient = policy._replace(patience=patience)
+            yield list_schedule(placement, num_microbatches, local, memory, patient)
+        yield list_schedule(placement, num_microbatches, Costs(), memory, _policies(placement.num_ranks)[0])
 
 
 def _policies(num_ranks: int) -> list[Policy]:

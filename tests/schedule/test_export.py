@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dualpipe_jax.schedule import build, parse_schedule, simulate
-from dualpipe_jax.schedule.export import chrome_trace, compare
+from dualpipe_jax.schedule.export import chrome_trace
 
 SCRIPT = Path(__file__).parents[2] / "run" / "schedule.py"
 
@@ -30,36 +30,23 @@ def test_trace_has_every_cell():
     assert {e["pid"] for e in events} == {0, 1, 2, 3}
 
 
-def test_comparison_has_the_published_figures():
-    """P=16, M=32 in per cent: the largest idle time over the makespan; activations; copies of the parameters."""
-    rows = {row.schedule: row for row in compare(16, [32])}
-    for name, idle, peak, copies in [
-        ("1f1b", 31.9, 16, 1),
-        ("interleaved_1f1b", 19.0, 23.5, 1),
-        ("zb_h1", 13.5, 16, 1),
-        ("dualpipe", 12.7, 17, 2),
-        ("dualpipe_v", 13.5, 16.5, 1),
-        ("zb_v", 7.25, 16, 1),
-    ]:
-        assert 100 * rows[name].largest_idle == pytest.approx(idle, abs=0.051)
-        assert (rows[name].peak, rows[name].copies) == (peak, copies)
-    assert rows["dualpipe"].transfers == 15
-    assert rows["zb_v"].transfers == 30
-    assert rows["auto"].bubble < 0.04
-
-
-def test_comparison_leaves_out_what_does_not_exist():
-    assert "dualpipe" not in {row.schedule for row in compare(3, [8])}
-    with pytest.raises(ValueError, match="num_ranks=0 must be at least 1"):
-        compare(0, [8])
-
-
 def test_json_object(script, capsys):
     assert script.main(["--schedule", "dualpipe", "--ranks", "8", "--microbatches", "20", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert {"schedule", "ranks", "microbatches", "makespan", "bubble_fraction", "peak_activations"} <= set(figures)
     assert {"pending_weight_max", "work_per_rank", "mode"} <= set(figures)
     assert figures["makespan"] == 66
+    assert list(figures["modes"]) == ["async", "neighbour", "neighbour_1", "lockstep"]
+    assert (figures["modes"]["async"]["makespan"], figures["modes"]["neighbour"]["makespan"]) == (66, 72)
+    assert "peak_bytes" not in figures
+
+
+def test_bytes_and_a_limit_on_them(script, capsys):
+    arguments = ["--ranks", "4", "--microbatches", "8", "--bytes", "1e9", "--json"]
+    assert script.main(["--schedule", "dualpipe", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] == 5e9
+    assert script.main(["--schedule", "auto", *arguments, "--stages-per-rank", "2", "--memory-limit", "3e9"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] <= 3e9
 
 
 def test_auto_minimises_what_is_asked_for(script, capsys):
@@ -71,18 +58,22 @@ def test_auto_minimises_what_is_asked_for(script, capsys):
 
 
 def test_files(script, tmp_path, capsys):
-    names = ["csv", "png", "svg", "trace"]
+    names = ["csv", "png", "svg", "trace", "html"]
     arguments = [x for n in names for x in (f"--{n}", str(tmp_path / f"schedule.{n}"))]
     assert script.main(["--schedule", "zb_v", "--ranks", "2", "--microbatches", "4", *arguments]) == 0
-    assert "bubble" in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[-4:]] == ["async", "neighbour", "neighbour_1", "lockstep"]
     schedule = build("zb_v", num_ranks=2, num_microbatches=4)
     assert parse_schedule((tmp_path / "schedule.csv").read_text(), schedule.placement, "zb_v") == schedule
     assert all((tmp_path / f"schedule.{n}").stat().st_size > 100 for n in names)
 
 
-def test_compare_prints_a_table(script, capsys):
-    assert script.main(["--compare", "--ranks", "4", "--microbatches", "8", "16"]) == 0
+def test_compare_prints_a_table(script, tmp_path, capsys):
+    files = ["--png", str(tmp_path / "chart.png"), "--html", str(tmp_path / "chart.html")]
+    assert script.main(["--compare", "--ranks", "4", "--microbatches", "8", "16", *files]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    assert "F, I, W = 1, 1, 1, transfer 0 (async)" in (tmp_path / "chart.html").read_text()
     assert lines[0].split()[:3] == ["schedule", "M", "bubble"]
     assert sum(line.startswith("dualpipe ") for line in lines) == 2
 
@@ -97,6 +88,11 @@ def test_compare_prints_a_table(script, capsys):
         (["--costs", "1", "-1", "1"], "cost backward_input=-1.0 must be finite"),
         (["--costs", "nan", "1", "1"], "cost forward=nan must be finite"),
         (["--microbatches", "8", "16"], "need --compare"),
+        (["--compare", "--ranks", "0"], "num_ranks=0 must be at least 1"),
+        (["--compare", "--csv", "order.csv"], "leave out --compare"),
+        (["--memory-limit", "4"], "--memory-limit is for --schedule auto"),
+        (["--bytes", "-1"], "must be at least 0; nearest valid: 0"),
+        (["--bytes", "1", "2", "3"], "--bytes takes one or two numbers, not 3"),
         (["--schedule", "1f1b", "--stages-per-rank", "2"], "1f1b does not take stages_per_rank"),
         (["--schedule", "wave", "--stages-per-rank", "0"], "slots=0 must be at least 1"),
     ],

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from matplotlib import image
 
 from dualpipe_jax.schedule import Costs, build, simulate
 from dualpipe_jax.schedule.render import boxes, draw_png, text_grid
@@ -37,3 +38,13 @@ def test_title_says_the_bubble(tmp_path):
     path = tmp_path / "schedule.svg"
     draw_png(simulate(build("1f1b", num_ranks=4, num_microbatches=8), mode="async"), path)
     assert "1f1b: 4 ranks, 8 microbatches, bubble 27.3% (async)" in path.read_text()
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("dualpipe", 4, 8), ("1f1b", 1, 2), ("dualpipe_v", 2, 12)])
+def test_nothing_is_cut_off(tmp_path, name, ranks, microbatches):
+    """Narrow and flat figures have room for title and legend: the outermost pixels are white."""
+    path = tmp_path / "schedule.png"
+    draw_png(build(name, num_ranks=ranks, num_microbatches=microbatches), path)
+    pixels = image.imread(path)
+    edges = (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])
+    assert all(edge.min() == 1 for edge in edges)

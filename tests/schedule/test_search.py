@@ -125,3 +125,20 @@ def test_auto_with_moe_costs(num_microbatches, ratio):
 def test_costs_that_do_not_fit_the_stages():
     with pytest.raises(ValueError, match="cost forward has 3 numbers, which do not fit num_stages=4; nearest valid: 4"):
         Costs(forward=(1.0, 1.0, 1.0)).for_stages(4, 4)
+
+
+def test_sizes_are_scaled_to_published_schedules():
+    """Sizes are those of the given placement's stages: with half as many stages each keeps twice as much."""
+    placement, memory = Placement("v", 4, 2), Memory(limit=3.0, activation=0.5)
+    schedule = search([placement, Placement("loop", 4, 2)], 8, memory=memory).schedule
+    scaled = memory.for_stages(placement.num_stages, schedule.placement.num_stages)
+    assert fits(schedule, scaled)
+    assert simulate(schedule).peak_units <= 3
+
+
+def test_costs_by_stage_of_three_stages_a_rank():
+    """Published schedules whose stages do not coincide with the parts are left out."""
+    costs = Costs((1.0,) * 5 + (2.0,))
+    found = search([Placement("v", 2, 3), Placement("loop", 2, 3)], 4, costs)
+    validate(found.schedule)
+    assert found.schedule.placement.num_stages == 6

@@ -1,18 +1,9 @@
-"""Compile fast rather than well: the programs of these tests run for milliseconds."""
+"""A text to train on, and trainers that are compiled once."""
 
-import jax
 import pytest
 import tiny_run
 
 from dualpipe_jax import train as train_module
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """A whole module, so that a program compiled in one test is found again in the next."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")
