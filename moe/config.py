@@ -42,7 +42,7 @@ class MoEConfig:
     balance_loss_weight: float = 1e-4
     z_loss_weight: float = 0.0
     capacity_factor: float | None = None
-    block_size: int = 32
+    block_size: int = 16
 
     def __post_init__(self) -> None:
         problems = _problems(self)

@@ -24,6 +24,9 @@ def swiglu(
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
+_BLOCKS_AT_ONCE = 3  # that meet a matrix in one product where an expert has as many
+
+
 class Groups(NamedTuple):
     """Rows in blocks, sorted by expert.
 
@@ -68,42 +71,66 @@ def grouped_matmul(
 
 
 def _rows_times(lhs: Array, rhs: Array, blocks: Array, block_size: int, *, transpose: bool) -> Array:
-    contract = 1 if transpose else 0
+    # As many blocks at once as there are, then the rest one by one.
+    widths = sorted({min(_BLOCKS_AT_ONCE, lhs.shape[0] // block_size), 1}, reverse=True)
 
-    def block(b: Array, matrix: Array, out: Array) -> Array:
-        rows = jax.lax.dynamic_slice_in_dim(lhs, b * block_size, block_size)
-        dims = (((1,), (contract,)), ((), ()))
-        product = jax.lax.dot_general(rows, matrix, dims, preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), b * block_size, 0)
+    def product(rows: Array, matrix: Array) -> Array:
+        if transpose:
+            # The matrix first: XLA:CPU is slower in multiplying few rows by a transposed matrix, and would swap them.
+            return jax.lax.optimization_barrier(_dot(matrix, rows, 1, 1)).T
+        return _dot(rows, matrix, 1, 0)
 
     def expert(e: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         out, first = state
         matrix = jax.lax.dynamic_index_in_dim(rhs, e, keepdims=False)
         stop = first + blocks[e]
-        return jax.lax.fori_loop(first, stop, lambda b, out: block(b, matrix, out), out), stop
+        for width in widths:
+            steps = (stop - first) // width
+
+            def step(i: Array, out: Array, first: Array = first, width: int = width) -> Array:
+                place = (first + i * width) * block_size
+                rows = jax.lax.dynamic_slice_in_dim(lhs, place, width * block_size)
+                return jax.lax.dynamic_update_slice_in_dim(out, product(rows, matrix).astype(out.dtype), place, 0)
+
+            out = jax.lax.fori_loop(0, steps, step, out)
+            first = first + steps * width
+        return out, stop
 
     out = jnp.zeros((lhs.shape[0], rhs.shape[1 if transpose else 2]), lhs.dtype)
     return jax.lax.fori_loop(0, rhs.shape[0], expert, (out, jnp.int32(0)))[0]
 
 
 def _weight_gradient(lhs: Array, g: Array, blocks: Array, block_size: int, like: Array) -> Array:
-    """For each expert the sum over its rows of lhs^T g, in float32; exactly zero for an expert without rows."""
+    """For each expert the sum over its rows of lhs^T g, in float32; exactly zero for an expert without rows.
 
-    def expert(e: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        out, first = state
+    The first few blocks of all experts are one batched product, which writes each matrix once: with few rows an expert
+    that costs more than the arithmetic. What further blocks there are is added in a loop.
+    """
+    width = _BLOCKS_AT_ONCE * block_size
+    stop = jnp.cumsum(blocks, dtype=jnp.int32) * block_size
+    start = stop - blocks * block_size
 
-        def block(b: Array, total: Array) -> Array:
-            rows = jax.lax.dynamic_slice_in_dim(lhs, b * block_size, block_size)
-            grads = jax.lax.dynamic_slice_in_dim(g, b * block_size, block_size)
-            return total + jax.lax.dot_general(
-                rows, grads, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
+    def window(rows: Array, first: Array, stop: Array) -> Array:
+        places = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, (*first.shape, width), first.ndim)
+        places = jnp.where(places < stop[..., None], places, rows.shape[0])
+        return jnp.take(rows, places, axis=0, mode="fill", fill_value=0)
 
-        stop = first + blocks[e]
-        total = jax.lax.fori_loop(first, stop, block, jnp.zeros(like.shape[1:], jnp.float32))
-        return jax.lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), e, 0), stop
+    def expert(e: Array, total: Array) -> Array:
+        def step(i: Array, total: Array) -> Array:
+            first = start[e] + i * width
+            product = _dot(window(lhs, first, stop[e]), window(g, first, stop[e]), 0, 0)
+            return total.at[e].add(product, mode="promise_in_bounds")
 
-    return jax.lax.fori_loop(0, like.shape[0], expert, (jnp.zeros(like.shape, like.dtype), jnp.int32(0)))[0]
+        return jax.lax.fori_loop(1, -(-(stop[e] - start[e]) // width), step, total)
+
+    total = jax.vmap(partial(_dot, contract_a=0, contract_b=0))(window(lhs, start, stop), window(g, start, stop))
+    return jax.lax.fori_loop(0, like.shape[0], expert, total).astype(like.dtype)
+
+
+def _dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
+    """Product of two matrices over these dims, in float32."""
+    dims = (((contract_a,), (contract_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
 def _grouped_forward(lhs: Array, rhs: Array, blocks: Array, block_size: int) -> tuple[Array, tuple[Array, ...]]:
