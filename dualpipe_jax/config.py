@@ -48,7 +48,9 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
-    moe: MoEConfig | None = field(default_factory=lambda: MoEConfig(d_ff=128, bias_rate=0.01, balance_loss_weight=0.01))
+    moe: MoEConfig | None = field(
+        default_factory=lambda: MoEConfig(d_ff=128, bias_rate=0.01, balance_loss_weight=0.003)
+    )
 
     @property
     def head_dim(self) -> int:
