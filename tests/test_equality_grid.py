@@ -42,7 +42,9 @@ def model_of(config, num_sequences, axis, recompute):
 
 @cache
 def parameters(config):
-    return jax.jit(model_of(config, 1, None, False).init)(jax.random.key(0))
+    params = jax.jit(model_of(config, 1, None, False).init)(jax.random.key(0))
+    # Of size one: in front of a norm, an embedding of size 0.02 would magnify every rounding fifty times.
+    return {**params, "embedding": {"table": 50.0 * params["embedding"]["table"]}}
 
 
 def batch_of(sequences):
