@@ -25,7 +25,7 @@ def config() -> Config:
         ),
         pipeline=PipelineConfig(schedule="dualpipe", pp=4, dp=1, ep=2, num_microbatches=16),
         data=DataConfig(seq_len=512, batch_size=64),
-        optimizer=OptimizerConfig(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100),
+        optimizer=OptimizerConfig(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=20),
         train=TrainConfig(steps=2000, dtype="bfloat16"),
         checkpoint=CheckpointConfig(every=200, keep=3),
     )

@@ -77,8 +77,8 @@ def assert_close(path, got, want):
     assert worst <= TOLERANCE, f"{jax.tree_util.keystr(path)}: relative difference {worst:.2e}"
 
 
-def check(name, pp, microbatches, ep=1, dp=1, recompute=False, config=CONFIG, form="loops", slot_rule="depth"):
-    schedule = build(name, num_ranks=pp, num_microbatches=microbatches, slot_rule=slot_rule)
+def check(name, pp, microbatches, ep=1, dp=1, recompute=False, config=CONFIG, form="loops", **options):
+    schedule = build(name, num_ranks=pp, num_microbatches=microbatches, **options)
     num_stages = schedule.placement.num_stages
     config = dataclasses.replace(config, num_layers=num_layers_for(num_stages))
     sequences = microbatches * ep * dp
@@ -152,6 +152,14 @@ def test_equals_reference(case):
 @pytest.mark.parametrize("case", [case for case in grid() if case not in QUICK], ids=ids)
 def test_equals_reference_everywhere(case):
     check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "v_min", "auto"])
+def test_other_schedules(name):
+    """The other builders and the search, with experts; `tests/executor` has all of them with a smaller model."""
+    options = {"stages_per_rank": 2} if name in ("interleaved_1f1b", "auto") else {}
+    check(name, 2, 4, 2, 1, True, **options)
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe_v"])

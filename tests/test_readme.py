@@ -1,9 +1,15 @@
 """README's example runs as it stands."""
 
 import re
+import shlex
 from pathlib import Path
 
 import jax
+import pytest
+
+from configs import PRESETS
+from dualpipe_jax.cli import parse_cli
+from dualpipe_jax.validation import check_config
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -31,3 +37,17 @@ def test_commands_are_complete():
     assert block("test command").strip().endswith("pytest -n 2")
     for name in ("train command", "test command"):
         assert block(name).startswith("python3 -m venv .venv && .venv/bin/pip install")
+
+
+TRAIN_LINES = re.findall(r"^python run/train\.py (--(?!help).*)$", README.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", TRAIN_LINES)
+def test_train_commands_are_valid(line):
+    check_config(parse_cli(shlex.split(line, comments=True)), num_devices=8)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_take_fewer_steps_and_other_schedules(preset):
+    for schedule in ("1f1b", "dualpipe_v"):
+        check_config(parse_cli(["--preset", preset, "--pipeline.schedule", schedule, "--train.steps", "50"]))

@@ -189,3 +189,15 @@ def test_errors_before_compiling():
     vector = StageFns(first, stage, lambda s, y, m: y[0, 0])
     with pytest.raises(ValueError, match="must return a scalar loss"):
         jax.jit(pipeline_value_and_grad(vector, schedule, mesh=make_mesh(2)))(params, batch)
+
+
+def test_a_mesh_of_ranks_only():
+    """A user's own mesh may have no data axis at all."""
+    schedule = build("dualpipe", num_ranks=2, num_microbatches=4)
+    fns = StageFns(first, stage, last)
+    stages, shared, batch = problem(2, 4)
+    mesh = jax.make_mesh((2,), ("pp",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = PipelineParams(stack_stages(stages, schedule.placement), shared)
+    (loss, _), _ = jax.jit(pipeline_value_and_grad(fns, schedule, mesh=mesh))(params, batch)
+    (want, _), _ = jax.jit(lambda *a: reference_value_and_grad(fns, *a))(stages, shared, batch)
+    assert_close(loss, want)
