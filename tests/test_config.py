@@ -4,10 +4,10 @@ import dataclasses
 import json
 
 import pytest
-from moe.config import MoEConfig
 
 import configs
 from dualpipe_jax.config import Config, from_json, to_json
+from moe.config import MoEConfig
 
 
 def all_dataclasses(value):
