@@ -115,7 +115,8 @@ def microbatch_counts(name, pp):
     return sorted({minimum(name, pp), odd + (name == "dualpipe"), 2 * pp + 2})
 
 
-def grid(every_count=False):
+def grid():
+    """Every schedule, mesh and recomputation, each with one of the numbers of microbatches, in turn."""
     turn = itertools.count()
     for name, pp, ep, dp, recompute in itertools.product(
         ("1f1b", "dualpipe", "dualpipe_v"), (1, 2, 4), (1, 2, 4), (1, 2), (False, True)
@@ -123,10 +124,7 @@ def grid(every_count=False):
         if pp * ep * dp > 8 or (name == "dualpipe" and pp == 1):
             continue
         counts = microbatch_counts(name, pp)
-        if not every_count:  # each mesh with one of them, in turn
-            counts = [counts[next(turn) % len(counts)]]
-        for microbatches in counts:
-            yield name, pp, microbatches, ep, dp, recompute
+        yield name, pp, counts[next(turn) % len(counts)], ep, dp, recompute
 
 
 QUICK = [
