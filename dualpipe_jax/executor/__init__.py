@@ -1,8 +1,9 @@
 """Run a schedule: see `pipeline_value_and_grad`."""
 
-from dualpipe_jax.executor.execute import Aux, PipelineParams, pipeline_value_and_grad
+from dualpipe_jax.executor.execute import pipeline_value_and_grad
 from dualpipe_jax.executor.layout import owned_stages, stack_stages, unstack_stages
 from dualpipe_jax.executor.mesh import PIPELINE_AXIS, data_axes, make_mesh
+from dualpipe_jax.executor.program import Aux, PipelineParams
 from dualpipe_jax.executor.stages import LastOutput, StageFns, StageOutput
 
 __all__ = [

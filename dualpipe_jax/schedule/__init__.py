@@ -20,7 +20,7 @@ from dualpipe_jax.schedule.replay import validate_table
 from dualpipe_jax.schedule.report import Bytes, peak_bytes, phases, report, side_by_side
 from dualpipe_jax.schedule.search import Found, auto, lower_bound, peak_memory, search
 from dualpipe_jax.schedule.simulate import Mode, Simulation, simulate
-from dualpipe_jax.schedule.table import Segment, TickTable
+from dualpipe_jax.schedule.table import Segment, TickTable, concatenate_tables
 from dualpipe_jax.schedule.text import format_schedule, parse_schedule
 from dualpipe_jax.schedule.ticks import tick_schedule
 from dualpipe_jax.schedule.validate import validate
@@ -70,4 +70,5 @@ __all__ = [
     "TickTable",
     "Segment",
     "validate_table",
+    "concatenate_tables",
 ]

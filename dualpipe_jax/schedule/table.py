@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -124,3 +125,27 @@ class TickTable:
 
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(TickTable) if f.type == "np.ndarray")
 """The names of a table's arrays."""
+
+
+def concatenate_tables(tables: Sequence[TickTable]) -> TickTable:
+    """Tables of equal ranks and kinds of stages one after the other, each with idle ticks to the length of the longest.
+
+    Buffers are as large as the largest. More than one table has no segments in common: the result has none that are
+    uniform.
+    """
+    if len(tables) == 1:
+        return tables[0]
+    ticks = max(t.num_ticks for t in tables)
+    columns: dict[str, Any] = {
+        name: np.concatenate(
+            [np.pad(getattr(t, name), ((0, ticks - t.num_ticks), (0, 0)), constant_values=-1) for t in tables]
+        )
+        for name in COLUMNS
+    }
+    sizes: dict[str, Any] = {}
+    for name in (f.name for f in fields(TickTable) if f.name.startswith("num_")):
+        largest = np.max([getattr(t, name) for t in tables], axis=0)
+        sizes[name] = tuple(largest.tolist()) if largest.ndim else int(largest)
+    channels = frozenset().union(*(s.channels for t in tables for s in t.segments))
+    segments = tuple(Segment(i * ticks, (i + 1) * ticks, False, channels) for i in range(len(tables)))
+    return replace(tables[0], **columns, **sizes, segments=segments)
