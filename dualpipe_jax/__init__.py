@@ -21,8 +21,10 @@ if TYPE_CHECKING:
         stack_stages,
         unstack_stages,
     )
+    from dualpipe_jax.hand_written import hand_written
     from dualpipe_jax.reference import reference_value_and_grad
     from dualpipe_jax.schedule import build, simulate
+    from dualpipe_jax.split_report import split_report
     from dualpipe_jax.split_vjp import split_vjp
 
 _HOME = {
@@ -39,6 +41,8 @@ _HOME = {
     ),
     "dualpipe_jax.schedule": ("build", "simulate"),
     "dualpipe_jax.split_vjp": ("split_vjp",),
+    "dualpipe_jax.split_report": ("split_report",),
+    "dualpipe_jax.hand_written": ("hand_written",),
     "dualpipe_jax.reference": ("reference_value_and_grad",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -56,6 +60,8 @@ __all__ = [
     "build",
     "simulate",
     "split_vjp",
+    "split_report",
+    "hand_written",
     "reference_value_and_grad",
 ]
 

@@ -7,6 +7,7 @@ again from its parameters, and that `make_jaxpr` keeps the order of inputs and o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -80,6 +81,79 @@ def flat_jaxpr(f: Callable[..., Sequence[Any]], *args: Any) -> jex.ClosedJaxpr:
     return jax.make_jaxpr(lambda *a: _evaluate_inline(closed.jaxpr, closed.consts, *a))(*args)
 
 
+def inline(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The same jaxpr with nested calls inlined."""
+    return flat_jaxpr(lambda *a: _evaluate_inline(closed.jaxpr, closed.consts, *a), *map(shape_of, closed.jaxpr.invars))
+
+
+def shape_of(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
+def pick(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    """The items where `mask` holds."""
+    return [item for item, chosen in zip(items, mask, strict=True) if chosen]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A `scan` equation taken apart. Its operands are constants, initial carry and xs; its results the carry and ys.
+
+    Attributes:
+        body: of one iteration, nested calls inlined.
+        length, reverse, unroll: as in `lax.scan`.
+        num_consts, num_carry: how many of the operands are what.
+    """
+
+    body: jex.ClosedJaxpr
+    length: int
+    reverse: bool
+    unroll: int
+    num_consts: int
+    num_carry: int
+
+    @classmethod
+    def of(cls, equation: Equation) -> Scan:
+        p = equation.params
+        return cls(inline(p["jaxpr"]), p["length"], p["reverse"], p["unroll"], p["num_consts"], p["num_carry"])
+
+    def consts_of(self, operands: Sequence[Atom]) -> list[Atom]:
+        return list(operands[: self.num_consts])
+
+    def init_of(self, operands: Sequence[Atom]) -> list[Atom]:
+        return list(operands[self.num_consts : self.num_consts + self.num_carry])
+
+    def xs_of(self, operands: Sequence[Atom]) -> list[Atom]:
+        return list(operands[self.num_consts + self.num_carry :])
+
+    def carry_of(self, results: Sequence[Atom]) -> list[Atom]:
+        return list(results[: self.num_carry])
+
+    def ys_of(self, results: Sequence[Atom]) -> list[Atom]:
+        return list(results[self.num_carry :])
+
+    consts = property(lambda self: self.consts_of(self.body.jaxpr.invars))
+    carry = property(lambda self: self.init_of(self.body.jaxpr.invars))
+    xs = property(lambda self: self.xs_of(self.body.jaxpr.invars))
+    carry_out = property(lambda self: self.carry_of(self.body.jaxpr.outvars))
+    ys = property(lambda self: self.ys_of(self.body.jaxpr.outvars))
+
+    def closure(self, wanted: Sequence[int], without: Sequence[int] = ()) -> list[int]:
+        """`wanted` results and the carries that some iteration needs for them, other than those in `without`."""
+        found = set(wanted) - set(without)
+        while True:
+            reads = set(read_by(self.body.jaxpr.eqns, [self.body.jaxpr.outvars[i] for i in found]))
+            more = {i for i, v in enumerate(self.carry) if v in reads} - found - set(without)
+            if not more:
+                return sorted(found)
+            found |= more
+
+
+def read_by(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Any]:
+    """Variables from outside that computing `outputs` reads."""
+    return inputs_of(pick(equations, needed_for(equations, outputs)), outputs)
+
+
 def has_side_effects(equation: Equation) -> bool:
     """Whether an equation does more than return its results; collectives do not, though JAX notes their axes."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
@@ -132,13 +206,15 @@ def inputs_of(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[An
 
 def count(jaxpr: Any, names: frozenset[str]) -> int:
     """How many equations named in `names` a jaxpr holds, those in nested jaxprs included (each counted once)."""
-    total = 0
-    for equation in jaxpr.eqns:
-        total += equation.primitive.name in names
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                total += count(inner, names)
-    return total
+    return sum(
+        (equation.primitive.name in names) + sum(count(inner, names) for inner in nested(equation))
+        for equation in jaxpr.eqns
+    )
+
+
+def nested(equation: Equation) -> list[Any]:
+    """The jaxprs that an equation calls."""
+    is_jaxpr = lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")  # noqa: E731
+    leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr)
+    inner = (getattr(leaf, "jaxpr", leaf) for leaf in leaves)
+    return [jaxpr for jaxpr in inner if hasattr(jaxpr, "eqns")]

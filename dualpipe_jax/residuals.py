@@ -13,6 +13,8 @@ References:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -37,22 +39,52 @@ CHEAP = frozenset((
 _UNLIMITED = 2**30  # more than any sum of capacities, which are scaled to stay below
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What may be computed again, and what shall be stored.
+
+    Attributes:
+        cheap: names of primitives that may run again.
+        store: names given with `jax.ad_checkpoint.checkpoint_name` whose values are stored where they are needed,
+            however cheap they are. Other names have no effect.
+    """
+
+    cheap: frozenset[str] = CHEAP
+    store: frozenset[str] = frozenset()
+
+    def is_cheap(self, equation: Equation) -> bool:
+        return equation.primitive.name in self.cheap or (
+            equation.primitive.name == "name" and not self.stores(equation)
+        )
+
+    def stores(self, equation: Equation) -> bool:
+        return equation.primitive.name == "name" and equation.params["name"] in self.store
+
+
+DEFAULT = Policy()
+
+
+def num_elements(var: Any) -> int:
+    return prod(var.aval.shape)
+
+
 def num_bytes(var: Any) -> int:
     """Bytes of a variable's value (a random key counts as its 8 bytes of data)."""
-    size = int(np.prod(var.aval.shape, dtype=np.int64))
-    return size * (8 if jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) else var.aval.dtype.itemsize)
+    return num_elements(var) * (8 if jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) else var.aval.dtype.itemsize)
 
 
-def free_values(equations: Iterable[Equation], available: Iterable[Any]) -> set[Any]:
+def free_values(equations: Iterable[Equation], available: Iterable[Any], policy: Policy = DEFAULT) -> set[Any]:
     """`available` variables, and those that cheap operations compute from them alone."""
     free = set(available)
     for equation in equations:
-        if equation.primitive.name in CHEAP and all(v in free for v in equation.invars if is_var(v)):
+        if policy.is_cheap(equation) and all(v in free for v in equation.invars if is_var(v)):
             free.update(equation.outvars)
     return free
 
 
-def cheapest_to_store(equations: Sequence[Equation], needed: Iterable[Any], free: set[Any]) -> list[Any]:
+def cheapest_to_store(
+    equations: Sequence[Equation], needed: Iterable[Any], free: set[Any], policy: Policy = DEFAULT
+) -> list[Any]:
     """The variables to store so that `needed` can be had again from them and `free` values by cheap operations.
 
     Args:
@@ -60,7 +92,7 @@ def cheapest_to_store(equations: Sequence[Equation], needed: Iterable[Any], free
         needed: variables that a later part reads.
         free: variables that cost nothing to keep.
     """
-    graph = _Graph(equations, [v for v in needed if v not in free], free)
+    graph = _Graph(equations, [v for v in needed if v not in free], free, policy)
     return graph.latest_minimal_cut() if graph.order else []
 
 
@@ -68,10 +100,11 @@ class _Graph:
     """Each variable is an edge from its entry (node 2i + 2) to its exit (2i + 3); node 0 is the source, 1 the
     sink."""
 
-    def __init__(self, equations: Sequence[Equation], needed: Sequence[Any], free: set[Any]) -> None:
+    def __init__(self, equations: Sequence[Equation], needed: Sequence[Any], free: set[Any], policy: Policy) -> None:
         producer = {v: equation for equation in equations for v in equation.outvars}
         self.needed, self.free = needed, free
         self.order: dict[Any, int] = {}
+        self.cost: dict[Any, int] = {}
         self.sources: list[Any] = []
         self.uses: list[tuple[Any, Any]] = []
         pending = list(needed)
@@ -81,7 +114,9 @@ class _Graph:
                 continue
             self.order[var] = len(self.order)
             equation = producer.get(var)
-            if equation is None or equation.primitive.name not in CHEAP:
+            wanted = equation is not None and policy.stores(equation)
+            self.cost[var] = 0 if wanted else num_bytes(var)
+            if equation is None or not policy.is_cheap(equation):
                 self.sources.append(var)
                 continue
             inputs = [v for v in equation.invars if is_var(v) and v not in free]
@@ -99,9 +134,9 @@ class _Graph:
 
     def _capacities(self) -> csr_array:
         order = self.order
-        total = sum(map(num_bytes, order))
+        total = sum(self.cost.values())
         unit = max(1, -(-total // (_UNLIMITED // 2)))
-        edges = [(2 * i + 2, 2 * i + 3, max(1, num_bytes(v) // unit)) for v, i in order.items()]
+        edges = [(2 * i + 2, 2 * i + 3, max(1, self.cost[v] // unit)) for v, i in order.items()]
         edges += [(0, 2 * order[v] + 2, _UNLIMITED) for v in self.sources]
         edges += [(2 * order[v] + 3, 1, _UNLIMITED) for v in self.needed]
         edges += [(2 * order[a] + 3, 2 * order[b] + 2, _UNLIMITED) for a, b in set(self.uses)]

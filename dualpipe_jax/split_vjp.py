@@ -29,6 +29,9 @@ import jax
 import jax.numpy as jnp
 
 from dualpipe_jax import jaxprs, residuals
+from dualpipe_jax.cut import Cut, cut_backward
+from dualpipe_jax.residuals import Policy
+from dualpipe_jax.split_loops import Traced, split_loops
 
 PyTree = Any
 Arrays = tuple[jax.Array, ...]
@@ -55,6 +58,8 @@ class SplitVJP:
         aux: shapes and dtypes of the auxiliary output, None without.
         residuals, cut: shapes and dtypes of what is kept between the parts.
         used: for each leaf of params, whether its gradient can be other than zero.
+        parts: equations of the three parts, and the variables kept. whole: equations of `jax.vjp`'s forward and
+            backward. weight_gradients: variables of the used leaves' gradients. For `split_report`.
     """
 
     output: PyTree
@@ -65,7 +70,9 @@ class SplitVJP:
     _forward: Callable[..., Any]
     _input: Callable[..., Any]
     _weight: Callable[..., Any]
-    _equations: tuple[list[Any], list[Any], list[Any]]
+    parts: Cut
+    whole: tuple[list[Any], list[Any]]
+    weight_gradients: tuple[Any, ...]
 
     def forward(self, params: PyTree, x: PyTree, *consts: PyTree) -> tuple[PyTree, PyTree, Residuals]:
         """Return (y, aux, residuals)."""
@@ -88,24 +95,34 @@ class SplitVJP:
 
     def count(self, names: frozenset[str]) -> tuple[int, int, int]:
         """How many equations with such names are in (F, I, W)."""
-        totals = []
-        for equations in self._equations:
-            totals.append(jaxprs.count(_Equations(equations), names))
-        return totals[0], totals[1], totals[2]
+        forward, backward_input, backward_weight = (
+            jaxprs.count(_Equations(equations), names)
+            for equations in (self.parts.forward, self.parts.input, self.parts.weight)
+        )
+        return forward, backward_input, backward_weight
 
 
 class _Equations(NamedTuple):
     eqns: list[Any]
 
 
-def split_vjp(f: Callable[..., Any], params: PyTree, x: PyTree, *consts: PyTree, has_aux: bool = False) -> SplitVJP:
+def split_vjp(
+    f: Callable[..., Any],
+    params: PyTree,
+    x: PyTree,
+    *consts: PyTree,
+    has_aux: bool = False,
+    policy: Policy = residuals.DEFAULT,
+) -> SplitVJP:
     """Trace the forward and backward of `f` once and cut the backward in two.
 
     Args:
         f: pure function `f(params, x, *consts) -> y`, or `(y, aux)` with `has_aux`. It may hold jit,
-            `jax.checkpoint`, collectives over named axes, functions with their own VJP.
+            `jax.checkpoint`, `lax.scan` over layers (split inside), `lax.cond` (what both halves need is computed in
+            both), collectives over named axes, functions with their own VJP.
         params, x, consts: arrays or `jax.ShapeDtypeStruct`s in pytrees. Integer and None leaves are fine and get no
             gradient. `consts` are inputs without gradient that can be had again at any time (token ids, masks).
+        policy: what may be computed again in order to store less, and what shall be stored.
 
     Returns:
         The three parts; gradients equal `jax.vjp`'s.
@@ -119,7 +136,7 @@ def split_vjp(f: Callable[..., Any], params: PyTree, x: PyTree, *consts: PyTree,
         >>> float(y), float(dx), float(dw)
         (12.0, 4.0, 12.0)
     """
-    return _Tracer(f, params, x, consts, has_aux).split()
+    return _Tracer(f, params, x, consts, has_aux).split(policy)
 
 
 def _shapes(tree: PyTree) -> PyTree:
@@ -130,12 +147,8 @@ def _inexact(leaves: Sequence[Any]) -> list[bool]:
     return [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
 
-def _pick(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    return [item for item, chosen in zip(items, mask, strict=True) if chosen]
-
-
 def _merge(mask: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Undo `_pick`: the next of `chosen` where `mask` holds, the next of `others` elsewhere."""
+    """Undo `pick`: the next of `chosen` where `mask` holds, the next of `others` elsewhere."""
     yes, no = iter(chosen), iter(others)
     return [next(yes) if m else next(no) for m in mask]
 
@@ -177,16 +190,16 @@ class _Tracer:
 
         def call(p: list[Any], x: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
             masks = self.differentiable
-            leaves = [_merge(m, v, _pick(g, _not(m))) for m, v, g in zip(masks, (p, x), groups[:2], strict=True)]
+            leaves = [_merge(m, v, jaxprs.pick(g, _not(m))) for m, v, g in zip(masks, (p, x), groups[:2], strict=True)]
             args = [t.unflatten(v) for t, v in zip(self.trees, [*leaves, groups[2]], strict=True)]
             result = self.f(args[0], args[1], *args[2])
             y, aux = result if self.has_aux else (result, None)
             y_leaves, self.y_tree = jax.tree.flatten(y)
             aux_leaves, self.aux_tree = jax.tree.flatten(aux)
             self.y_inexact = _inexact([jnp.asarray(v) for v in y_leaves])
-            return _pick(y_leaves, self.y_inexact), (_pick(y_leaves, _not(self.y_inexact)), aux_leaves)
+            return jaxprs.pick(y_leaves, self.y_inexact), (jaxprs.pick(y_leaves, _not(self.y_inexact)), aux_leaves)
 
-        inputs = [_pick(g, mask) for g, mask in zip(groups[:2], self.differentiable, strict=True)]
+        inputs = [jaxprs.pick(g, mask) for g, mask in zip(groups[:2], self.differentiable, strict=True)]
         y, vjp, (others, aux) = jax.vjp(call, *inputs, has_aux=True)
         y_all = _merge(self.y_inexact, y, others)
         leaves, self.vjp_tree = jax.tree.flatten(vjp)
@@ -211,7 +224,7 @@ class _Tracer:
             dp, dx = self.vjp_tree.unflatten(flat[:num])(list(flat[num:]))
             return [*dx, *dp]
 
-        dy = _pick(self.y_shapes, self.y_inexact)
+        dy = jaxprs.pick(self.y_shapes, self.y_inexact)
         self.bwd = jaxprs.flat_jaxpr(backward, *self.residual_shapes, *dy)
         jaxpr = self.bwd.jaxpr
         # From here on both traces are one list of equations over one set of variables.
@@ -225,72 +238,67 @@ class _Tracer:
 
     # ---------------------------------------------------------------- cutting
 
-    def split(self) -> SplitVJP:
-        self._cut()
-        until_input: Any = tuple(_shape_of(v) for v in self.kept_input)
-        until_weight: Any = tuple(_shape_of(v) for v in self.kept_weight)
-        cut: Any = tuple(_shape_of(v) for v in self.cut_vars)
+    def split(self, policy: residuals.Policy) -> SplitVJP:
+        self._cut(policy)
+        until_input, until_weight, crossing = (
+            tuple(map(jaxprs.shape_of, kept)) for kept in (self.cut.kept_input, self.cut.kept_weight, self.cut.crossing)
+        )
         used = [bool(u) for u in _spread(self.differentiable[0], self.dp_nonzero)]
+        shapes: Any = Residuals(until_input, until_weight)  # type: ignore[arg-type]
+        cut: Any = crossing
         return SplitVJP(
             output=self.y_tree.unflatten(self.y_shapes),
             aux=self.aux_tree.unflatten(self.aux_shapes),
-            residuals=Residuals(until_input, until_weight),
+            residuals=shapes,
             cut=cut,
             used=tuple(used),
             _forward=self._forward,
             _input=self._backward_input,
             _weight=self._backward_weight,
-            _equations=(self.forward_equations, self.input_equations, self.weight_equations),
+            parts=self.cut,
+            whole=(self.fwd.jaxpr.eqns, self.backward_equations),
+            weight_gradients=tuple(self.dp),
         )
 
-    def _cut(self) -> None:
-        """Decide what is stored where, and which equations each part runs.
-
-        Of the backward, what dx needs belongs to I and what only dp needs to W; a dp that does not depend on dy is
-        zero.
-        """
-        forward, backward = self.fwd.jaxpr.eqns, self.backward_equations
-        from_dy = jaxprs.dependents(backward, self.dy_vars)
+    def _cut(self, policy: residuals.Policy) -> None:
+        """Cut the backward; a dp that does not depend on dy is zero."""
+        from_dy = jaxprs.dependents(self.backward_equations, self.dy_vars)
         self.dp_nonzero = [jaxprs.is_var(v) and v in from_dy for v in self.dp_vars]
-        self.dp_computed = _pick(self.dp_vars, self.dp_nonzero)
-        for_dx = jaxprs.needed_for(backward, self.dx_vars, side_effects=True)
-        for_dp = jaxprs.needed_for(backward, self.dp_computed)
-        only_dp = [e for e, i, w in zip(backward, for_dx, for_dp, strict=True) if w and not i]
-
-        at_hand = self._inputs_at_hand()
-        free = residuals.free_values(self.equations, at_hand)
-        before_w = [*forward, *_pick(backward, for_dx)]
-        stored = residuals.cheapest_to_store(before_w, jaxprs.inputs_of(only_dp, self.dp_computed), free)
-        forward_vars = {*self.fwd.jaxpr.invars, *(v for e in forward for v in e.outvars)}
-        self.kept_weight = [v for v in stored if v in forward_vars]
-        self.cut_vars = [v for v in stored if v not in forward_vars]
-
-        in_i = jaxprs.inputs_of(_pick(backward, for_dx), [*self.dx_vars, *self.cut_vars])
-        free_in_i = residuals.free_values(self.equations, [*at_hand, *self.kept_weight])
-        needed = [v for v in in_i if v in forward_vars]
-        self.kept_input = residuals.cheapest_to_store(forward, needed, free_in_i)
-
-        stored_by_f = [*self.kept_input, *self.kept_weight]
-        results = [*self.result_vars, *stored_by_f]
-        self.forward_equations = _pick(forward, jaxprs.needed_for(forward, results, side_effects=True))
-        self.input_equations = self._run_again([*self.dx_vars, *self.cut_vars], [*at_hand, *stored_by_f])
-        self.weight_equations = self._run_again(self.dp_computed, [*at_hand, *stored])
-
-    def _inputs_at_hand(self) -> list[Any]:
-        p, x, _ = self.sizes
         invars = self.fwd.jaxpr.invars
-        return [*invars[:p], *invars[p + x :], *self.fwd.jaxpr.constvars, *self.bwd.jaxpr.constvars]
-
-    def _run_again(self, outputs: Sequence[Any], available: Sequence[Any]) -> list[Any]:
-        return _pick(self.equations, jaxprs.needed_for(self.equations, outputs, available=available))
+        consts: dict[Any, Any] = {}
+        for closed in (self.fwd, self.bwd):
+            consts.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        p, x, _ = self.sizes
+        traced = split_loops(
+            Traced(
+                forward=self.fwd.jaxpr.eqns,
+                backward=self.backward_equations,
+                results=self.result_vars,
+                dx=self.dx_vars,
+                dp=jaxprs.pick(self.dp_vars, self.dp_nonzero),
+                at_hand=[*invars[:p], *invars[p + x :], *consts],
+                consts=consts,
+            ),
+            policy,
+        )
+        self.consts, self.results, self.dx, self.dp = traced.consts, traced.results, traced.dx, traced.dp
+        self.cut = cut_backward(
+            traced.forward,
+            traced.backward,
+            inputs=invars,
+            at_hand=traced.at_hand,
+            results=traced.results,
+            dx=traced.dx,
+            dp=traced.dp,
+            policy=policy,
+        )
 
     # ---------------------------------------------------------------- running
 
     def _env(self, params: PyTree, consts: PyTree) -> dict[Any, Any]:
         p, n, _ = self.sizes
         invars = self.fwd.jaxpr.invars
-        env = dict(zip(self.fwd.jaxpr.constvars, self.fwd.consts, strict=True))
-        env.update(zip(self.bwd.jaxpr.constvars, self.bwd.consts, strict=True))
+        env = dict(self.consts)
         env.update(zip(invars[:p], self.trees[0].flatten_up_to(params), strict=True))
         env.update(zip(invars[p + n :], self.trees[2].flatten_up_to(consts), strict=True))
         return env
@@ -299,30 +307,26 @@ class _Tracer:
         env = self._env(params, consts)
         p, n, _ = self.sizes
         env.update(zip(self.fwd.jaxpr.invars[p : p + n], self.trees[1].flatten_up_to(x), strict=True))
-        outvars = [*self.result_vars, *self.kept_input, *self.kept_weight]
-        out = iter(jaxprs.evaluate(self.forward_equations, env, outvars))
+        outvars = [*self.results, *self.cut.kept_input, *self.cut.kept_weight]
+        out = iter(jaxprs.evaluate(self.cut.forward, env, outvars))
         take = lambda count: [next(out) for _ in range(count)]  # noqa: E731
         y, aux = take(self.num_y), take(self.num_aux)
-        kept = Residuals(tuple(take(len(self.kept_input))), tuple(take(len(self.kept_weight))))
+        kept = Residuals(tuple(take(len(self.cut.kept_input))), tuple(take(len(self.cut.kept_weight))))
         return self.y_tree.unflatten(y), self.aux_tree.unflatten(aux), kept
 
     def _backward_input(self, params: PyTree, kept: Residuals, dy: PyTree, consts: PyTree) -> tuple[PyTree, Arrays]:
         env = self._env(params, consts)
-        env.update(zip(self.kept_input, kept.input, strict=True))
-        env.update(zip(self.kept_weight, kept.weight, strict=True))
-        env.update(zip(self.dy_vars, _pick(self.y_tree.flatten_up_to(dy), self.y_inexact), strict=True))
-        out = jaxprs.evaluate(self.input_equations, env, [*self.dx_vars, *self.cut_vars])
-        dx = [jnp.asarray(v) for v in out[: len(self.dx_vars)]]
-        return self.trees[1].unflatten(_spread(self.differentiable[1], dx)), tuple(out[len(self.dx_vars) :])
+        env.update(zip(self.cut.kept_input, kept.input, strict=True))
+        env.update(zip(self.cut.kept_weight, kept.weight, strict=True))
+        env.update(zip(self.dy_vars, jaxprs.pick(self.y_tree.flatten_up_to(dy), self.y_inexact), strict=True))
+        out = jaxprs.evaluate(self.cut.input, env, [*self.dx, *self.cut.crossing])
+        dx = [jnp.asarray(v) for v in out[: len(self.dx)]]
+        return self.trees[1].unflatten(_spread(self.differentiable[1], dx)), tuple(out[len(self.dx) :])
 
     def _backward_weight(self, params: PyTree, weight: Arrays, cut: Arrays, consts: PyTree) -> PyTree:
         env = self._env(params, consts)
-        env.update(zip(self.kept_weight, weight, strict=True))
-        env.update(zip(self.cut_vars, cut, strict=True))
-        dp = jaxprs.evaluate(self.weight_equations, env, self.dp_computed)
+        env.update(zip(self.cut.kept_weight, weight, strict=True))
+        env.update(zip(self.cut.crossing, cut, strict=True))
+        dp = jaxprs.evaluate(self.cut.weight, env, self.dp)
         inexact = _spread(self.dp_nonzero, dp)
         return self.trees[0].unflatten(_spread(self.differentiable[0], inexact))
-
-
-def _shape_of(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

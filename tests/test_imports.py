@@ -20,14 +20,30 @@ RULES = {
     "dualpipe_jax/emulate.py": set(),
     "dualpipe_jax/jaxprs.py": ARRAYS,
     "dualpipe_jax/residuals.py": {*ARRAYS, "scipy", "dualpipe_jax.jaxprs"},
-    "dualpipe_jax/split_vjp.py": {*ARRAYS, "dualpipe_jax.jaxprs", "dualpipe_jax.residuals"},
-    "dualpipe_jax/executor/**/*.py": {
-        *ARRAYS, "dualpipe_jax.executor", "dualpipe_jax.jaxprs", "dualpipe_jax.schedule", "dualpipe_jax.split_vjp",
+    "dualpipe_jax/cut.py": {*ARRAYS, "dualpipe_jax.jaxprs", "dualpipe_jax.residuals"},
+    "dualpipe_jax/split_loops.py": {*ARRAYS, "dualpipe_jax.cut", "dualpipe_jax.jaxprs", "dualpipe_jax.residuals"},
+    "dualpipe_jax/split_vjp.py": {
+        *ARRAYS, "dualpipe_jax.cut", "dualpipe_jax.jaxprs", "dualpipe_jax.residuals", "dualpipe_jax.split_loops",
     },
+    "dualpipe_jax/hand_written.py": {"jax"},
+    "dualpipe_jax/executor/**/*.py": {
+        *ARRAYS, "dualpipe_jax.executor", "dualpipe_jax.jaxprs", "dualpipe_jax.residuals", "dualpipe_jax.schedule",
+        "dualpipe_jax.split_vjp",
+    },
+    "dualpipe_jax/model/count.py": {"dualpipe_jax.config", "moe.config"},
     # The model speaks the executor's public language (what a stage returns), as any user's model would.
     "dualpipe_jax/model/**/*.py": {
         *ARRAYS, "flax", "moe",
         "dualpipe_jax.config", "dualpipe_jax.executor", "dualpipe_jax.model", "dualpipe_jax.schedule",
+    },
+    # Files of another project's form, and a run folder: the one place that knows both.
+    "dualpipe_jax/hf/run_folder.py": {
+        *ARRAYS, "ml_dtypes", "orbax", "dualpipe_jax.checkpoint", "dualpipe_jax.config", "dualpipe_jax.data",
+        "dualpipe_jax.hf", "dualpipe_jax.optimizer", "dualpipe_jax.train_step",
+    },
+    "dualpipe_jax/hf/**/*.py": {
+        *ARRAYS, "ml_dtypes", "safetensors", "moe.config",
+        "dualpipe_jax.config", "dualpipe_jax.hf", "dualpipe_jax.model",
     },
     "dualpipe_jax/data/**/*.py": {*ARRAYS, "grain", "dualpipe_jax.data"},
     "configs/**/*.py": {"configs", "dualpipe_jax.config", "moe.config"},
@@ -42,6 +58,7 @@ WITHOUT_JAX = (
     "dualpipe_jax.config",
     "dualpipe_jax.distributed",
     "dualpipe_jax.emulate",
+    "dualpipe_jax.model.count",
     "dualpipe_jax.schedule",
     "dualpipe_jax.validation",
     "moe.config",

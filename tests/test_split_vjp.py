@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax import jaxprs
+from dualpipe_jax.hand_written import hand_written
 from dualpipe_jax.split_vjp import split_vjp
 
 # float32 sums in another order: a few units in the last place of values of size three.
@@ -210,3 +211,43 @@ def test_fewer_bytes_than_jax_vjp_keeps(two_layers):
     weights = {leaf.shape for leaf in jax.tree.leaves(two_layers[0])}
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp) if leaf.shape not in weights)
     assert kept < 0.67 * held
+
+
+def test_hand_written_halves_run_where_they_belong():
+    """Each half is a callback here, so it cannot be looked into: each runs once, in its own part, also in a scan."""
+    ran = []
+
+    def foreign(name, function, shape):
+        def call(*args):
+            ran.append(name)
+            return np.asarray(function(*args), np.float32)
+
+        return lambda *args: jax.pure_callback(call, jax.ShapeDtypeStruct(shape, jnp.float32), *args)
+
+    linear = hand_written(
+        lambda w, x: (foreign("F", lambda w, x: x @ w, (3, 4))(w, x), x),
+        lambda w, x, dy: (foreign("I", lambda w, dy: dy @ w.T, (3, 4))(w, dy), dy),
+        lambda w, x, dy: foreign("W", lambda x, dy: x.T @ dy, (4, 4))(x, dy),
+    )
+
+    def f(params, x):
+        return jax.lax.scan(lambda x, w: (jnp.sin(linear(w, x)), None), jnp.cos(linear(params[0], x)), params[1:])[0]
+
+    params = jax.random.normal(jax.random.key(0), (3, 4, 4))
+    x = jax.random.normal(jax.random.key(1), (3, 4))
+    split = split_vjp(f, params, x)
+    y, _, residuals = split.forward(params, x)
+    assert ran == ["F"] * 3
+    dx, cut = split.backward_input(params, residuals, jnp.ones_like(y))
+    jax.block_until_ready(dx)
+    assert ran == ["F"] * 3 + ["I"] * 3
+    dp = split.backward_weight(params, residuals.weight, cut)
+    jax.block_until_ready(dp)
+    assert ran == ["F"] * 3 + ["I"] * 3 + ["W"] * 3
+
+    def plain(params, x):
+        return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), jnp.cos(x @ params[0]), params[1:])[0]
+
+    want = jax.vjp(plain, params, x)[1](jnp.ones_like(y))
+    np.testing.assert_allclose(dp, want[0], rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(dx, want[1], rtol=TOLERANCE, atol=TOLERANCE)

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from dualpipe_jax import residuals
 from dualpipe_jax.executor import buffers
 from dualpipe_jax.executor.mesh import PIPELINE_AXIS, data_axes
 from dualpipe_jax.executor.program import Aux, Form, PipelineParams, Program
 from dualpipe_jax.executor.stages import StageFns
+from dualpipe_jax.residuals import Policy
 from dualpipe_jax.schedule import Schedule
 
 PyTree = Any
@@ -30,6 +32,7 @@ def pipeline_value_and_grad(
     shared_specs: PyTree = _REPLICATED,
     batch_spec: PartitionSpec | None = None,
     form: Form = "auto",
+    policy: Policy = residuals.DEFAULT,
 ) -> GradFn:
     """Loss and gradients of a model cut into pipeline stages, computed by a schedule.
 
@@ -48,6 +51,7 @@ def pipeline_value_and_grad(
         shared_specs: the same for the shared parameters.
         batch_spec: of the batch's leaves; default (None, data axes): dim 0 is the microbatch, dim 1 its rows.
         form: how cells are branched to, see `branch`; "auto" takes "loops" on CPU and "switch" elsewhere.
+        policy: what stages keep for their backward and what they compute again, see `residuals.Policy`.
 
     Returns:
         `grad_fn(params: PipelineParams, batch) -> ((loss, aux), grads)`, to be called under `jax.jit`. Batch leaves
@@ -64,7 +68,7 @@ def pipeline_value_and_grad(
     schedules = (schedule,) if isinstance(schedule, Schedule) else tuple(schedule)
     _check_schedules(schedules)
     _check_mesh(mesh, schedules[0])
-    program = Program.build(fns, schedules, mesh, form)
+    program = Program.build(fns, schedules, mesh, form, policy)
     num_microbatches = max(s.num_microbatches for s in schedules)
     stage_specs, shared_specs = _Specs(stage_specs), _Specs(shared_specs)
     rows = PartitionSpec(None, data_axes(mesh)) if batch_spec is None else batch_spec

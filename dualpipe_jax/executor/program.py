@@ -28,6 +28,7 @@ from dualpipe_jax.executor.cells import (
 )
 from dualpipe_jax.executor.mesh import PIPELINE_AXIS, data_axes
 from dualpipe_jax.executor.stages import StageFns, kinds_of, split_stages
+from dualpipe_jax.residuals import Policy
 from dualpipe_jax.schedule import Kind, Placement, Schedule, Segment, TickTable, concatenate_tables, lower
 from dualpipe_jax.schedule.split import kinds_in, with_split_backward
 
@@ -81,9 +82,10 @@ class Program:
     rows: np.ndarray
     mesh: Mesh
     form: str
+    policy: Policy
 
     @classmethod
-    def build(cls, fns: StageFns, schedules: Sequence[Schedule], mesh: Mesh, form: Form) -> Program:
+    def build(cls, fns: StageFns, schedules: Sequence[Schedule], mesh: Mesh, form: Form, policy: Policy) -> Program:
         placement = schedules[0].placement
         stage_kinds, distinct = kinds_of(fns.per_stage(placement.num_stages))
         platform = mesh.devices.flat[0].platform
@@ -97,7 +99,7 @@ class Program:
         columns = np.stack([_column(table, name) for name in COLUMNS], axis=-1)
         rows = np.concatenate([columns, index[..., None], ops.active], axis=-1).astype(np.int32)
         rows = rows.reshape(len(schedules), -1, *rows.shape[1:])
-        return cls(fns, placement, table, stage_kinds, distinct, ops, cells, rows, mesh, chosen)
+        return cls(fns, placement, table, stage_kinds, distinct, ops, cells, rows, mesh, chosen, policy)
 
     def run(
         self, params: PipelineParams, batch: PyTree, rows: jax.Array, stage_specs: PyTree, shared_specs: PyTree
@@ -125,7 +127,9 @@ class Program:
     def _cells(self, slots: tuple[PyTree, ...], shared: PyTree, batch: PyTree) -> Cells:
         microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
         slot_of_kind = [self.placement.slot_of(self.stage_kinds.index(k), 0) for k in range(len(self.distinct))]
-        splits = split_stages(self.fns, self.distinct, [slots[s] for s in slot_of_kind], shared, microbatch)
+        splits = split_stages(
+            self.fns, self.distinct, [slots[s] for s in slot_of_kind], shared, microbatch, self.policy
+        )
         return Cells(self.table, splits, slots, shared, batch)
 
     def _segments(self) -> tuple[Segment, ...]:

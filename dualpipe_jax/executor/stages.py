@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dualpipe_jax.residuals import Policy
 from dualpipe_jax.split_vjp import SplitVJP, split_vjp
 
 PyTree = Any
@@ -88,7 +89,12 @@ class Splits(NamedTuple):
 
 
 def split_stages(
-    fns: StageFns, stage_fns: Sequence[StageFn], slot_params: Sequence[PyTree], shared: PyTree, microbatch: PyTree
+    fns: StageFns,
+    stage_fns: Sequence[StageFn],
+    slot_params: Sequence[PyTree],
+    shared: PyTree,
+    microbatch: PyTree,
+    policy: Policy,
 ) -> Splits:
     """Trace every piece once.
 
@@ -96,6 +102,7 @@ def split_stages(
         stage_fns: the distinct stage functions.
         slot_params: for each of them, stage parameters of the right structure.
         shared, microbatch: arrays or shapes.
+        policy: what stages keep for their backward, and what they compute again.
 
     Raises:
         ValueError: a stage changes the activation's shapes or dtypes, the loss is no scalar, statistics differ.
@@ -114,7 +121,7 @@ def split_stages(
     split_first = split_vjp(first, shared, None, microbatch)
     activation = split_first.output
     stages = tuple(
-        split_vjp(_normalised(fn, activation), (params, shared), activation, microbatch, has_aux=True)
+        split_vjp(_normalised(fn, activation), (params, shared), activation, microbatch, has_aux=True, policy=policy)
         for fn, params in zip(stage_fns, slot_params, strict=True)
     )
     for fn, split in zip(stage_fns, stages, strict=True):
