@@ -7,6 +7,8 @@ set up emulated devices (`dualpipe_jax.emulate`).
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,6 +66,17 @@ __all__ = [
     "hand_written",
     "reference_value_and_grad",
 ]
+
+
+class _Package(ModuleType):
+    """Keeps a function's name for the function: importing a module of that name would take it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

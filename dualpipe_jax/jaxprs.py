@@ -115,7 +115,11 @@ class Scan:
     @classmethod
     def of(cls, equation: Equation) -> Scan:
         p = equation.params
-        return cls(inline(p["jaxpr"]), p["length"], p["reverse"], p["unroll"], p["num_consts"], p["num_carry"])
+        if "ft_in" in p:  # since jax 0.11: trees of the operands, one for each kind
+            num_consts, num_carry, _ = map(len, p["ft_in"].unpack())
+        else:
+            num_consts, num_carry = p["num_consts"], p["num_carry"]
+        return cls(inline(p["jaxpr"]), p["length"], p["reverse"], p["unroll"], num_consts, num_carry)
 
     def consts_of(self, operands: Sequence[Atom]) -> list[Atom]:
         return list(operands[: self.num_consts])

@@ -148,3 +148,10 @@ def test_the_command_line_is_read_without_jax():
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_a_public_name_is_the_function_whatever_was_imported_before():
+    code = "import dualpipe_jax.split_vjp, dualpipe_jax.split_report\n"
+    code += "from dualpipe_jax import split_vjp, split_report, hand_written\n"
+    code += "assert callable(split_vjp) and callable(split_report) and callable(hand_written)\n"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

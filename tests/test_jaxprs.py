@@ -31,6 +31,17 @@ def test_equations_run_again_from_their_parameters():
     jax.tree.map(np.testing.assert_array_equal, got, f(x))
 
 
+def test_scans_tell_their_operands_apart():
+    def f(w, x, xs):
+        return jax.lax.scan(lambda c, a: ((c[0] * w + a, c[1] + 1), c[0]), (x, 0), xs, reverse=True)
+
+    flat = jaxprs.flat_jaxpr(lambda *a: jax.tree.leaves(f(*a)), jnp.float32(2.0), jnp.ones(()), jnp.ones(3))
+    (equation,) = (e for e in flat.jaxpr.eqns if e.primitive.name == "scan")
+    scan = jaxprs.Scan.of(equation)
+    assert (scan.length, scan.reverse, scan.num_consts, scan.num_carry) == (3, True, 1, 2)
+    assert [len(p) for p in (scan.consts, scan.carry, scan.xs, scan.carry_out, scan.ys)] == [1, 2, 1, 2, 1]
+
+
 def test_inputs_and_outputs_keep_their_order_and_identity():
     flat = jaxprs.flat_jaxpr(lambda a, b: [b, a, a + b], jnp.ones(2), jnp.ones(2))
     assert flat.jaxpr.outvars[:2] == list(reversed(flat.jaxpr.invars))
