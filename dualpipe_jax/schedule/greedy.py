@@ -4,57 +4,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from dualpipe_jax.schedule.actions import Action, Cell, Kind, Schedule
-from dualpipe_jax.schedule.costs import Cost, Costs, cost_at, spread
+from dualpipe_jax.schedule.costs import Costs
+from dualpipe_jax.schedule.memory import Memory
 from dualpipe_jax.schedule.placement import Placement
 
 # Times are sums of floats: two that differ by less are the same moment.
 SAME = 1e-9
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a rank keeps, in any one unit (bytes, or activations of one microbatch through 1/P of the layers).
-
-    Attributes:
-        limit: for each rank.
-        activation: kept by one stage for one microbatch from F to I; None: 1/slots, or 1 where each direction has a
-            copy.
-        weight: kept from I to W; None: as much as the activation.
-    """
-
-    limit: float = float("inf")
-    activation: Cost | None = None
-    weight: Cost | None = None
-
-    def sizes(self, placement: Placement) -> tuple[list[float], list[float]]:
-        """(activation, weight) of each stage."""
-        share = placement.num_ranks / placement.num_stages
-        stages = range(placement.num_stages)
-        activation = [share if self.activation is None else cost_at(self.activation, s) for s in stages]
-        weight = activation if self.weight is None else [cost_at(self.weight, s) for s in stages]
-        return activation, list(weight)
-
-    def for_stages(self, given: int, num_stages: int) -> Memory:
-        """The same sizes for a model cut into num_stages stages, not `given` as here.
-
-        Raises:
-            ValueError: a tuple does not fit the new number of stages.
-
-        Example:
-            >>> Memory(8.0, activation=(1.0, 3.0)).for_stages(2, 4).activation
-            (0.5, 0.5, 1.5, 1.5)
-        """
-
-        def scaled(name: str, value: Cost | None) -> Cost | None:
-            if isinstance(value, tuple):
-                return spread(name, value, num_stages)
-            return None if value is None else value * given / num_stages
-
-        return Memory(self.limit, scaled("activation", self.activation), scaled("weight", self.weight))
 
 
 class Policy(NamedTuple):
@@ -62,17 +22,24 @@ class Policy(NamedTuple):
 
     Attributes:
         first: prefer "I", "F", or the one that did not come last ("turns").
-        forward: among the rank's stages, run the F of the deepest, or of the earliest microbatch.
+        forward: among the rank's stages, run the F of the deepest, or of the earliest microbatch; or, "groups", take
+            the microbatches in groups of P or a few more, and a group through one stage after the other, I as well.
         in_flight: most microbatches of a direction between their first F and their last I; None: as memory allows.
         pending: most W put off by a rank; None: as memory allows.
         patience: rather than start a W, wait this long for an input that is on its way.
+        hold: rather than start an F, wait for an input of an earlier microbatch, one of the first `hold`, that arrives
+            before that F would end. The first microbatches then pass all stages without delay.
+        last: the last microbatches of a direction, which enter as soon as memory allows, and their F before others, so
+            that none enters too late to pass all stages while there is other work left.
     """
 
     first: Literal["I", "F", "turns"] = "I"
-    forward: Literal["deep", "early"] = "deep"
+    forward: Literal["deep", "early", "groups"] = "deep"
     in_flight: int | None = None
     pending: int | None = None
     patience: float = 0.0
+    hold: int = 0
+    last: int = 0
 
 
 @dataclass
@@ -101,6 +68,13 @@ class RankState:
     last: Kind = Kind.W  # the last F or I
     weights: deque[Action] = field(default_factory=deque)
     done: list[Cell] = field(default_factory=list)
+
+    def copy(self) -> RankState:
+        places = [
+            replace(place, forward_at=place.forward_at.copy(), backward_at=place.backward_at.copy())
+            for place in self.places
+        ]
+        return replace(self, places=places, weights=self.weights.copy(), done=self.done.copy())
 
 
 def list_schedule(
@@ -145,6 +119,8 @@ class Greedy:
         costs.check(placement.num_stages)
         self.placement, self.num_microbatches, self.costs, self.policy = placement, num_microbatches, costs, policy
         self.backward = Kind.I if split else Kind.B
+        alone = [Action(kind, stage, 0, 0) for kind in Kind for stage in range(placement.num_stages)]
+        self.time = {(action.kind, action.stage): costs.cell((action,)) for action in alone}
         activation, self.weight = memory.sizes(placement)
         self.hold = [max(pair) for pair in zip(activation, self.weight, strict=True)]
         self.per_direction = num_microbatches // placement.num_directions
@@ -169,8 +145,26 @@ class Greedy:
         self.ranks.append(RankState(places))
         heapq.heappush(self.events, (0.0, rank))
 
+    def copy(self, policy: Policy) -> Greedy:
+        """The same state, to go on with another policy."""
+        other = copy(self)
+        other.policy, other.events = policy, self.events.copy()
+        other.ranks = [rank.copy() for rank in self.ranks]
+        other.place = {(p.stage, p.direction): p for rank in other.ranks for p in rank.places}
+        return other
+
+    @property
+    def clock(self) -> float:
+        """When the last action begun so far ends."""
+        return max(rank.busy_until for rank in self.ranks)
+
     def run(self, name: str) -> Schedule:
-        while self.events:
+        self.advance(float("inf"))
+        return self.schedule(name)
+
+    def advance(self, until: float) -> None:
+        """Begin all actions that begin before `until`."""
+        while self.events and self.events[0][0] < until:
             now, index = heapq.heappop(self.events)
             while self.events and self.events[0] == (now, index):
                 heapq.heappop(self.events)
@@ -180,7 +174,6 @@ class Greedy:
             action = self._choose(rank, now)
             if action is not None:
                 self._start(index, rank, action, now)
-        return self.schedule(name)
 
     def schedule(self, name: str) -> Schedule:
         """What the ranks have done."""
@@ -195,6 +188,8 @@ class Greedy:
         if first == "turns":
             first = "F" if rank.last is self.backward else "I"
         chosen = (backward or forward) if first == "I" else (forward or backward)
+        if chosen is not None and chosen is forward and self._holds(rank, chosen, now):
+            return None
         if chosen is None and rank.weights and not self._arrives_soon(rank, now):
             return rank.weights[0]
         return chosen
@@ -207,16 +202,31 @@ class Greedy:
                     return True
         return False
 
+    def _holds(self, rank: RankState, forward: Action, now: float) -> bool:
+        """Would an input of one of the first microbatches, earlier than this F's, come while it runs?"""
+        hold = self.policy.hold
+        if not hold:
+            return False
+        end = now + self.time[Kind.F, forward.stage] - SAME
+        for place in rank.places:
+            m, at = place.forwards, place.forward_at
+            if m < min(len(at), forward.microbatch, hold) and now + SAME < at[m] < end and self._fits(rank, place):
+                return True
+            m, at = place.backwards, place.backward_at
+            if m < min(len(at), hold) and now + SAME < at[m] < end:
+                return True
+        return False
+
     def next_backward(self, rank: RankState, now: float) -> Action | None:
-        """The ready I of the earliest microbatch, and of those the deepest stage's."""
+        """The ready I of the earliest microbatch (or group), and of those the deepest stage's."""
         best: tuple[int, int, Place] | None = None
         for place in rank.places:
             m = place.backwards
             if m < len(place.backward_at) and place.backward_at[m] <= now + SAME:
-                key = (m, -place.stage, place)
+                key = (self._group(m) if self.policy.forward == "groups" else m, -place.stage, place)
                 if best is None or key[:2] < best[:2]:
                     best = key
-        return None if best is None else Action(self.backward, best[2].stage, best[2].direction, best[0])
+        return None if best is None else Action(self.backward, best[2].stage, best[2].direction, best[2].backwards)
 
     def next_forward(self, rank: RankState, now: float) -> Action | None:
         """The most urgent ready F that fits in memory."""
@@ -225,17 +235,40 @@ class Greedy:
             m = place.forwards
             if m >= len(place.forward_at) or place.forward_at[m] > now + SAME:
                 continue
-            if rank.used + place.hold + place.later > self.limit + SAME:
+            if not self._fits(rank, place):
                 continue
-            if place.stage == 0 and m - place.backwards >= (self.policy.in_flight or self.num_microbatches):
-                continue
-            urgency = -place.stage if self.policy.forward == "deep" else m * len(self.place) - place.stage
+            urgency = self._urgency(place)
             if best is None or urgency < best[0]:
                 best = urgency, place
         return None if best is None else Action(Kind.F, best[1].stage, best[1].direction, best[1].forwards)
 
+    def _fits(self, rank: RankState, place: Place) -> bool:
+        """Is there room for the place's next F, and for its microbatch in the stages to come?"""
+        if rank.used + place.hold + place.later > self.limit + SAME:
+            return False
+        most = self.policy.in_flight or self.num_microbatches
+        return place.stage > 0 or place.forwards - place.backwards < most or self._is_last(place)
+
+    def _is_last(self, place: Place) -> bool:
+        return place.forwards >= self.per_direction - self.policy.last
+
+    def _urgency(self, place: Place) -> int:
+        """Of the place's next F: the least comes first."""
+        if self._is_last(place):
+            return place.stage - 2 * self.placement.num_stages
+        if self.policy.forward == "deep":
+            return -place.stage
+        if self.policy.forward == "early":
+            return place.forwards * len(self.place) - place.stage
+        return self._group(place.forwards) * len(self.place) + place.stage
+
+    def _group(self, microbatch: int) -> int:
+        """Equal groups, of at least P: what a group sends into a loop comes back before its last one has entered."""
+        groups = max(1, self.per_direction // self.placement.num_ranks)
+        return microbatch * groups // self.per_direction
+
     def _start(self, index: int, rank: RankState, action: Action, now: float) -> None:
-        rank.busy_until = now + self.costs.cell((action,))
+        rank.busy_until = now + self.time[action.kind, action.stage]
         rank.done.append((action,))
         heapq.heappush(self.events, (rank.busy_until, index))
         self.account(index, rank, action, rank.busy_until)

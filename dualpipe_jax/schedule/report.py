@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, get_args
 
 from dualpipe_jax.schedule.actions import Kind, Schedule
-from dualpipe_jax.schedule.greedy import Memory
-from dualpipe_jax.schedule.search import peak_memory
+from dualpipe_jax.schedule.memory import Memory, peak_memory
 from dualpipe_jax.schedule.simulate import Mode, Simulation, simulate
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from dualpipe_jax.schedule.actions import Kind, Schedule
+from dualpipe_jax.schedule.actions import Schedule
+from dualpipe_jax.schedule.bound import lower_bound
 from dualpipe_jax.schedule.building_block import v_half, v_min
 from dualpipe_jax.schedule.costs import Costs, cost_at
 from dualpipe_jax.schedule.dualpipe import dualpipe
 from dualpipe_jax.schedule.dualpipe_v import dualpipe_v
-from dualpipe_jax.schedule.greedy import Memory, Policy, list_schedule
+from dualpipe_jax.schedule.ends import planned_ends, warm_ups
+from dualpipe_jax.schedule.greedy import Policy, list_schedule
 from dualpipe_jax.schedule.group import group
 from dualpipe_jax.schedule.interleaved import interleaved_1f1b
+from dualpipe_jax.schedule.memory import Memory, fits
 from dualpipe_jax.schedule.one_f_one_b import one_f_one_b
 from dualpipe_jax.schedule.placement import Placement, SlotRule
 from dualpipe_jax.schedule.simulate import Mode, Simulation, simulate
@@ -30,7 +35,7 @@ class Found:
     Attributes:
         schedule: the shortest found.
         simulation: of it, with the costs of its stages.
-        bound: no schedule on the placements searched takes less time.
+        bound: no schedule on the placements searched, in the memory given, takes less time.
         tried: how many schedules were simulated.
     """
 
@@ -86,54 +91,46 @@ def search(
         if num_microbatches % placement.num_directions:
             near = f"{num_microbatches - 1} or {num_microbatches + 1}"
             raise ValueError(f"{num_microbatches=} must be even for two directions; nearest valid: {near}")
-    bound = min(lower_bound(p, num_microbatches, _for(costs, p)) for p in placements)
+    bound = _bound(placements, num_microbatches, costs, memory)
     best: Simulation | None = None
     tried = 0
-    for schedule in _candidates(placements, num_microbatches, costs, memory, mode):
-        simulation = simulate(schedule, _for(costs, schedule.placement), mode)
-        tried += 1
-        if best is None or simulation.makespan < best.makespan - SAME:
-            best = simulation
-        if best.makespan <= bound * (1 + SAME):
-            break
+    with _without_collection():
+        for schedule in _candidates(placements, num_microbatches, costs, memory, mode):
+            simulation = simulate(schedule, _for(costs, schedule.placement), mode)
+            tried += 1
+            if best is None or simulation.makespan < best.makespan - SAME:
+                best = simulation
+            if best.makespan <= bound * (1 + SAME):
+                break
     assert best is not None
     best = replace(best, schedule=replace(best.schedule, name="auto"))
     return Found(best.schedule, best, bound, tried)
 
 
-def lower_bound(placement: Placement, num_microbatches: int, costs: Costs) -> float:
-    """No schedule on this placement is shorter: a rank cannot start before an input reaches it, and then has all its
-    work.
-
-    max over ranks of min over its stages of (sum of F of the stages before, and transfers) + work, where an action
-    that may share a cell counts as its least share; and not less than one microbatch takes alone.
-
-    Example:
-        >>> lower_bound(Placement("v", num_ranks=16, slots=4), 32, Costs())
-        399.0
-    """
-    kinds = (Kind.F, Kind.I, Kind.W)
-    arrival, alone = _arrivals(placement, costs)
-    each = num_microbatches // placement.num_directions
-    bounds = [alone]
-    for rank in range(placement.num_ranks):
-        held = [placement.stage_of(rank, slot)[0] for slot in range(placement.slots)]
-        work = each * sum(costs.least(kind, stage) for stage in held for kind in kinds)
-        bounds.append(min(arrival[s] for s in held) + work)
-    return max(bounds)
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Schedules are many small objects without cycles: looking for cycles is a third of a search's time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def _arrivals(placement: Placement, costs: Costs) -> tuple[list[float], float]:
-    """(earliest start of each stage's F, shortest time of one microbatch)."""
-    time, arrival = 0.0, []
-    crossed = 0.0
-    for stage in range(placement.num_stages):
-        if stage and placement.rank_of(stage) != placement.rank_of(stage - 1):
-            crossed += costs.transfer
-        arrival.append(time + crossed)
-        time += cost_at(costs.forward, stage)
-    back = sum(cost_at(costs.backward_input, stage) for stage in range(placement.num_stages))
-    return arrival, time + 2 * crossed + back
+def _bound(placements: Sequence[Placement], num_microbatches: int, costs: Costs, memory: Memory) -> float:
+    """Over the placements given and those of the published schedules, which have fewer slots."""
+    bounds = []
+    for placement in placements:
+        fewer = () if placement.kind == "bidirectional" else range(1, min(2, placement.slots) + 1)
+        for tried in (placement, *(replace(placement, slots=slots) for slots in fewer)):
+            try:
+                local, sizes = _for(costs, tried), memory.for_stages(placements[0].num_stages, tried.num_stages)
+            except ValueError:  # its stages do not coincide with the parts whose costs are known
+                continue
+            bounds.append(lower_bound(tried, num_microbatches, local, sizes))
+    return min(bounds)
 
 
 def _for(costs: Costs, placement: Placement) -> Costs:
@@ -146,9 +143,9 @@ def _candidates(
     given = placements[0].num_stages
     for placement in placements:
         sizes = memory.for_stages(given, placement.num_stages)
-        yield from _listed(placement, num_microbatches, _for(costs, placement), sizes)
+        yield from _listed(placement, num_microbatches, _for(costs, placement), sizes, mode)
         if mode != "async":
-            for policy in (Policy("I", "deep"), Policy("I", "deep", in_flight=2 * placement.num_ranks)):
+            for policy in _tick_policies(placement):
                 yield tick_schedule(placement, num_microbatches, sizes, policy)
     for schedule in _published(placements, num_microbatches):
         num_stages = schedule.placement.num_stages
@@ -164,17 +161,23 @@ def _candidates(
                 yield group(schedule, {"IW", "FIW"})
 
 
-def _listed(placement: Placement, num_microbatches: int, local: Costs, memory: Memory) -> Iterator[Schedule]:
+def _listed(
+    placement: Placement, num_microbatches: int, local: Costs, memory: Memory, mode: Mode
+) -> Iterator[Schedule]:
     """List schedules; local: costs of the placement's stages."""
-    for policy in _policies(placement.num_ranks):
+    policies = _policies(placement.num_ranks)
+    # Waiting a little for an input, or the order for equal costs, is often better where costs differ.
+    patience = 0.2 * cost_at(local.forward, 0)
+    policies += [policy._replace(patience=patience) for policy in policies[-3:]]
+    if mode != "async":
+        policies += warm_ups(placement.num_ranks)
+    for policy in policies:
         yield list_schedule(placement, num_microbatches, local, memory, policy)
-    if local != Costs():
-        # Waiting a little for an input, or the order for equal costs, is often better where costs differ.
-        patience = 0.2 * cost_at(local.forward, 0)
-        for policy in _policies(placement.num_ranks)[-3:]:
-            patient = policy._replace(patience=patience)
-            yield list_schedule(placement, num_microbatches, local, memory, patient)
-        yield list_schedule(placement, num_microbatches, Costs(), memory, _policies(placement.num_ranks)[0])
+    if mode == "async":
+        bound = lower_bound(placement, num_microbatches, local, memory)
+        yield from planned_ends(placement, num_microbatches, local, memory, bound)
+    else:
+        yield list_schedule(placement, num_microbatches, Costs(), memory, policies[0])
 
 
 def _policies(num_ranks: int) -> list[Policy]:
@@ -188,6 +191,11 @@ def _policies(num_ranks: int) -> list[Policy]:
         Policy("turns", in_flight=P),
         Policy("turns", in_flight=9 * P // 8, pending=2 * P),
     ]
+
+
+def _tick_policies(placement: Placement) -> list[Policy]:
+    grouped = [Policy("I", "groups")] if placement.kind == "loop" else []
+    return [Policy("I", "deep"), Policy("I", "deep", in_flight=2 * placement.num_ranks), *grouped]
 
 
 def _published(placements: Sequence[Placement], num_microbatches: int) -> Iterator[Schedule]:
@@ -204,22 +212,3 @@ def _published(placements: Sequence[Placement], num_microbatches: int) -> Iterat
             yield dualpipe_v(P, M, rule)
     if "bidirectional" in kinds and M >= 2 * P:
         yield dualpipe(P, M, rule)
-
-
-def fits(schedule: Schedule, memory: Memory) -> bool:
-    """Does no rank ever keep more than the limit?"""
-    return max(peak_memory(schedule, memory)) <= memory.limit + SAME
-
-
-def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
-    """For each rank the most that it keeps, in the unit of `memory`."""
-    activation, weight = memory.sizes(schedule.placement)
-    found = []
-    for cells in schedule.ranks:
-        kept = most = 0.0
-        for action in (a for cell in cells for a in cell):
-            a, w = activation[action.stage], weight[action.stage]
-            kept += {Kind.F: a, Kind.B: -a, Kind.I: w - a, Kind.W: -w}[action.kind]
-            most = max(most, kept)
-        found.append(most)
-    return tuple(found)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dualpipe_jax.schedule.actions import Action, Schedule
 from dualpipe_jax.schedule.costs import Costs
-from dualpipe_jax.schedule.greedy import Greedy, Memory, Policy, RankState
+from dualpipe_jax.schedule.greedy import Greedy, Policy, RankState
+from dualpipe_jax.schedule.memory import Memory
 from dualpipe_jax.schedule.placement import Placement
 
 

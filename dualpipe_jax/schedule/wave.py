@@ -7,7 +7,8 @@ Efficiency" (2023), section 3.
 from __future__ import annotations
 
 from dualpipe_jax.schedule.actions import Schedule
-from dualpipe_jax.schedule.greedy import Memory, Policy, list_schedule
+from dualpipe_jax.schedule.greedy import Policy, list_schedule
+from dualpipe_jax.schedule.memory import Memory
 from dualpipe_jax.schedule.placement import Placement, SlotRule
 
 
