@@ -5,13 +5,25 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from configs import debug_one_device, eight_device, tiny_cpu
+from configs import (
+    debug_one_device,
+    deepseek_v2_lite_16b,
+    deepseek_v3_671b,
+    eight_device,
+    mixtral_8x7b,
+    qwen3_moe_30b_a3b,
+    tiny_cpu,
+)
 from dualpipe_jax.config import Config
 
 PRESETS: dict[str, Callable[[], Config]] = {
     "tiny_cpu": tiny_cpu.config,
     "eight_device": eight_device.config,
     "debug_one_device": debug_one_device.config,
+    "deepseek_v3_671b": deepseek_v3_671b.config,
+    "deepseek_v2_lite_16b": deepseek_v2_lite_16b.config,
+    "mixtral_8x7b": mixtral_8x7b.config,
+    "qwen3_moe_30b_a3b": qwen3_moe_30b_a3b.config,
 }
 DEFAULT = "tiny_cpu"
 

@@ -21,20 +21,73 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values from one narrow vector a token.
+
+    Attributes:
+        q_lora_rank: width of the queries' latent vector; none: queries come from the residual stream directly.
+        kv_lora_rank: width of the latent vector of keys and values.
+        qk_nope_dim: width of a head's query and key without position.
+        qk_rope_dim: width of a head's query with rotary position, and of the one such key that all heads share; even.
+        v_dim: width of a head's value.
+        rope_interleaved: rotary pairs are neighbouring dims, as published; else dim i and i + half.
+    """
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_nope_dim: int = 128
+    qk_rope_dim: int = 64
+    v_dim: int = 128
+    rope_interleaved: bool = True
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """Rotary frequencies stretched for a longer context (Peng et al., YaRN, 2023, section 3).
+
+    With g(m) = 0.1 m ln(factor) + 1, cosines and sines are multiplied by g(mscale) / g(mscale_all_dim) where both are
+    above 0, else by g(1); the softmax' scale of latent attention by g(mscale_all_dim)^2 where that is above 0.
+
+    Attributes:
+        factor: context length over the original one.
+        original_length: context, in tokens, of the training before.
+        beta_fast: pairs that turn more often than this in the original context keep their frequency.
+        beta_slow: pairs that turn less often have it divided by `factor`; between the two it is mixed.
+        mscale, mscale_all_dim: see above.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder: RMSNorm, rotary attention, SwiGLU feed-forward, dense layers first and then mixtures of experts.
+
+    Attention is over grouped heads, or latent: DeepSeek-V2 and V3, Mixtral and Qwen3-MoE are values of this class.
 
     Attributes:
         vocab_size: number of token ids; 256 for bytes.
         d_model: width of the residual stream.
         num_layers: decoder layers, split over the pipeline's stages.
-        num_heads: query heads; the head's width is d_model / num_heads and must be even (rotary pairs).
-        num_kv_heads: key and value heads, each shared by num_heads / num_kv_heads query heads.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, each shared by num_heads / num_kv_heads query heads. Latent attention has
+            as many as query heads, whatever this says.
+        head_dim: width of a head of grouped attention, even (rotary pairs); none: d_model / num_heads.
+        qk_norm: RMSNorm of each head's query and key, with a scale (Qwen3); grouped attention only.
+        mla: latent attention; none: grouped.
         d_ff: hidden width of the dense layers' feed-forward.
         num_dense_layers: this many first layers are dense, the others have experts.
         rope_theta: base of the rotary frequencies.
-        norm_eps: added to the mean square in RMSNorm.
+        yarn: how they are stretched; none: not at all.
+        norm_eps: added to the mean square in RMSNorm; latent attention's inner norms have 1e-6 always.
         tied_embeddings: use the embedding as the output head too.
+        mtp_depth: 1: one more layer predicts the token after the next (multi-token prediction); 0: none does.
+        mtp_loss_weight: of that prediction's cross entropy.
         moe: the experts' layers; none: all layers are dense.
     """
 
@@ -43,18 +96,25 @@ class ModelConfig:
     num_layers: int = 8
     num_heads: int = 4
     num_kv_heads: int = 2
+    head_dim: int | None = None
+    qk_norm: bool = False
+    mla: LatentAttentionConfig | None = None
     d_ff: int = 384
     num_dense_layers: int = 1
     rope_theta: float = 10_000.0
+    yarn: YarnConfig | None = None
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
+    mtp_depth: int = 0
+    mtp_loss_weight: float = 0.3
     moe: MoEConfig | None = field(
         default_factory=lambda: MoEConfig(d_ff=128, bias_rate=0.01, balance_loss_weight=0.003)
     )
 
     @property
-    def head_dim(self) -> int:
-        return self.d_model // self.num_heads
+    def head_width(self) -> int:
+        """Of grouped attention: `head_dim`, or what it stands for."""
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
 
 
 @dataclass(frozen=True)

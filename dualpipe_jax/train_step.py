@@ -177,7 +177,7 @@ class Trainer:
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updated, moments = apply_gradients(self.optimizer, grads, state.optimizer, state.params)
         if self.config.model.moe:
-            updated = _update_router_biases(updated, aux.stages, self.config.model.moe.bias_rate)
+            updated = _update_router_biases(updated, aux, self.config.model.moe.bias_rate)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
         metrics = self._metrics(state.optimizer, loss, aux, grad_norm, finite)
         state = TrainState(state.step + 1, keep(updated, state.params), keep(moments, state.optimizer), state.key)
@@ -192,10 +192,10 @@ class Trainer:
             rate = plan(optax.tree.get_all_with_path(optimizer, "count")[0][1])
         load, dropped = jnp.float32(1), jnp.int32(0)
         if self.config.model.moe:
-            counts = jnp.concatenate([s["counts"].reshape(-1, s["counts"].shape[-1]) for s in aux.stages])
-            counts = counts.astype(jnp.float32)
+            counts = _expert_counts(aux)
             load = jnp.max(counts.max(-1) / jnp.maximum(counts.mean(-1), 1.0))
             dropped = sum((jnp.sum(s["dropped"]) for s in aux.stages), jnp.int32(0))
+            dropped += aux.last["mtp"]["dropped"] if "mtp" in aux.last else 0
         entropy = aux.last["cross_entropy"]
         return StepMetrics(loss, entropy, grad_norm, jnp.asarray(rate, jnp.float32), load, dropped, finite)
 
@@ -220,16 +220,31 @@ def cast_for_compute(params: PyTree, dtype: jnp.dtype) -> PyTree:
     return jax.tree_util.tree_map_with_path(cast, params)
 
 
-def _update_router_biases(params: PipelineParams, stats: tuple[PyTree, ...], rate: float) -> PipelineParams:
+def _update_router_biases(params: PipelineParams, aux: Any, rate: float) -> PipelineParams:
     """Move each router's bias by the counts of the whole batch (DeepSeek-V3, section 2.1.2); padding layers stay."""
     if rate == 0.0:
         return params
+    move = lambda bias, counts: update_bias(bias, counts, rate)  # noqa: E731
     stages = []
-    for tree, counts in zip(params.stages, (s["counts"] for s in stats), strict=True):
-        layers = []
-        for i, layer in enumerate(tree["layers"]):
-            router = layer["moe"]["router"]
-            bias = jax.vmap(lambda b, c: update_bias(b, c, rate))(router["bias"], counts[:, i])
-            layers.append({**layer, "moe": {**layer["moe"], "router": {**router, "bias": bias}}})
+    for tree, stats in zip(params.stages, aux.stages, strict=True):
+        layers = [_biased(layer, jax.vmap(move), stats["counts"][:, i]) for i, layer in enumerate(tree["layers"])]
         stages.append({**tree, "layers": layers})
-    return params._replace(stages=tuple(stages))
+    shared = params.shared
+    if "mtp" in shared:
+        block = _biased(shared["mtp"]["block"], move, aux.last["mtp"]["counts"])
+        shared = {**shared, "mtp": {**shared["mtp"], "block": block}}
+    return params._replace(stages=tuple(stages), shared=shared)
+
+
+def _biased(layer: PyTree, move: Callable[..., jax.Array], counts: jax.Array) -> PyTree:
+    """The layer with its router's bias moved by counts [(ranks,) experts]."""
+    router = layer["moe"]["router"]
+    return {**layer, "moe": {**layer["moe"], "router": {**router, "bias": move(router["bias"], counts)}}}
+
+
+def _expert_counts(aux: Any) -> jax.Array:
+    """float32 [layers (padding ones too), experts]: assignments of the whole batch."""
+    all_counts = [s["counts"] for s in aux.stages]
+    if "mtp" in aux.last:
+        all_counts.append(aux.last["mtp"]["counts"])
+    return jnp.concatenate([c.reshape(-1, c.shape[-1]) for c in all_counts]).astype(jnp.float32)

@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterable, Iterator
 
 from dualpipe_jax import schedule
-from dualpipe_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
+from dualpipe_jax.config import (
+    Config,
+    DataConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    YarnConfig,
+)
 
 BYTE_VALUES = 256
 
@@ -95,23 +103,70 @@ def nearest_divisor(value: int, whole: int) -> int:
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
-    heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.d_model
-    if width % (2 * heads):  # rotary embedding turns pairs of dims
-        yield (
-            f"model.d_model={width} must be a multiple of 2 x model.num_heads={heads} (heads of equal, even width); "
-            f"{nearest_multiples(width, 2 * heads)}"
-        )
-    if heads % kv_heads:
-        yield (
-            f"model.num_kv_heads={kv_heads} must divide model.num_heads={heads}; "
-            f"the nearest valid value is {nearest_divisor(kv_heads, heads)}"
-        )
+    yield from _grouped_attention(model) if model.mla is None else _latent_attention(model, model.mla)
     if model.num_dense_layers > model.num_layers:
         yield (
             f"model.num_dense_layers={model.num_dense_layers} is more than model.num_layers={model.num_layers}; "
             f"the nearest valid value is {model.num_layers}"
         )
     yield from _positive({"model.rope_theta": model.rope_theta, "model.norm_eps": model.norm_eps})
+    if model.mtp_depth not in (0, 1):
+        yield f"model.mtp_depth={model.mtp_depth} must be 0 or 1; the nearest valid value is {int(model.mtp_depth > 0)}"
+    if not 0 <= model.mtp_loss_weight < math.inf:
+        value = model.mtp_loss_weight
+        yield f"model.mtp_loss_weight={value} must be finite and at least 0; the nearest valid value is 0"
+    if model.rope_theta == 1.0:
+        yield "model.rope_theta=1.0 gives all rotary pairs one frequency; a usual value is 10000.0"
+    if model.yarn is not None:
+        yield from _yarn(model.yarn)
+
+
+def _grouped_attention(model: ModelConfig) -> Iterator[str]:
+    heads, kv_heads, width = model.num_heads, model.num_kv_heads, model.d_model
+    if model.head_dim is None and width % (2 * heads):  # rotary embedding turns pairs of dims
+        yield (
+            f"model.d_model={width} must be a multiple of 2 x model.num_heads={heads} (heads of equal, even width) "
+            f"where model.head_dim is not given; {nearest_multiples(width, 2 * heads)}"
+        )
+    if model.head_dim is not None:
+        yield from _even("model.head_dim", model.head_dim)
+    if heads % kv_heads:
+        yield (
+            f"model.num_kv_heads={kv_heads} must divide model.num_heads={heads}; "
+            f"the nearest valid value is {nearest_divisor(kv_heads, heads)}"
+        )
+
+
+def _latent_attention(model: ModelConfig, mla: LatentAttentionConfig) -> Iterator[str]:
+    yield from _at_least(1, "model.mla", mla, "kv_lora_rank", "qk_nope_dim", "v_dim")
+    if mla.q_lora_rank is not None:
+        yield from _at_least(1, "model.mla", mla, "q_lora_rank")
+    yield from _even("model.mla.qk_rope_dim", mla.qk_rope_dim)
+    if model.head_dim is not None:
+        yield f"model.head_dim={model.head_dim} is of grouped attention; with model.mla the valid value is none"
+    if model.qk_norm:
+        yield "model.qk_norm=True is of grouped attention; with model.mla the valid value is False"
+
+
+def _even(name: str, value: int) -> Iterator[str]:
+    if value < 2 or value % 2:
+        yield f"{name}={value} must be even and at least 2 (rotary pairs); {nearest_multiples(max(value, 1), 2)}"
+
+
+def _yarn(yarn: YarnConfig) -> Iterator[str]:
+    yield from _at_least(1, "model.yarn", yarn, "original_length")
+    yield from _positive({"model.yarn.beta_slow": yarn.beta_slow})
+    if not 1 <= yarn.factor < math.inf:
+        yield f"model.yarn.factor={yarn.factor} must be finite and at least 1; the nearest valid value is 1"
+    if not yarn.beta_slow < yarn.beta_fast < math.inf:
+        yield (
+            f"model.yarn.beta_fast={yarn.beta_fast} must be finite and above beta_slow={yarn.beta_slow}; "
+            "usual values are 32 and 1"
+        )
+    for name in ("mscale", "mscale_all_dim"):
+        if not 0 <= getattr(yarn, name) < math.inf:
+            value = getattr(yarn, name)
+            yield f"model.yarn.{name}={value} must be finite and at least 0; the nearest valid value is 0"
 
 
 def _schedule(config: Config) -> list[str]:

@@ -50,4 +50,17 @@ def test_train_commands_are_valid(line):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_take_fewer_steps_and_other_schedules(preset):
     for schedule in ("1f1b", "dualpipe_v"):
-        check_config(parse_cli(["--preset", preset, "--pipeline.schedule", schedule, "--train.steps", "50"]))
+        check_config(
+            parse_cli(
+                [
+                    "--preset",
+                    preset,
+                    "--pipeline.schedule",
+                    schedule,
+                    "--train.steps",
+                    "50",
+                    "--optimizer.warmup-steps",
+                    "5",
+                ]
+            )
+        )

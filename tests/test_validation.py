@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import configs
-from dualpipe_jax.config import Config
+from dualpipe_jax.config import Config, LatentAttentionConfig, YarnConfig
 from dualpipe_jax.validation import ConfigError, check_config, nearest_divisor
 from moe.config import MoEConfig
 
@@ -20,7 +20,7 @@ def test_presets_are_valid(name):
     config = configs.get(name)
     check_config(config)
     check_config(config, num_devices=config.pipeline.num_devices)
-    check_config(config, num_devices=64)
+    check_config(config, num_devices=2 * config.pipeline.num_devices)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,20 @@ def test_presets_are_valid(name):
     [
         ("model", {"d_model": 130}, ["d_model=130", "num_heads=4", "128 and 136"]),
         ("model", {"num_heads": 128}, ["d_model=128", "even", "nearest valid value is 256"]),
+        ("model", {"head_dim": 33}, ["head_dim=33", "even", "32 and 34"]),
+        ("model", {"head_dim": 0}, ["head_dim=0", "nearest valid value is 2"]),
+        ("model", {"mla": LatentAttentionConfig(qk_rope_dim=7)}, ["mla.qk_rope_dim=7", "even", "6 and 8"]),
+        ("model", {"mla": LatentAttentionConfig(kv_lora_rank=0)}, ["mla.kv_lora_rank=0", "nearest valid value is 1"]),
+        ("model", {"mla": LatentAttentionConfig(q_lora_rank=0)}, ["mla.q_lora_rank=0", "nearest valid value is 1"]),
+        ("model", {"mla": LatentAttentionConfig(), "head_dim": 32}, ["head_dim=32", "valid value is none"]),
+        ("model", {"mla": LatentAttentionConfig(), "qk_norm": True}, ["qk_norm=True", "valid value is False"]),
+        ("model", {"mtp_depth": 2}, ["mtp_depth=2", "nearest valid value is 1"]),
+        ("model", {"mtp_loss_weight": -0.1}, ["mtp_loss_weight=-0.1", "nearest valid value is 0"]),
+        ("model", {"rope_theta": 1.0}, ["rope_theta=1.0", "10000"]),
+        ("model", {"yarn": YarnConfig(0.5, 64)}, ["yarn.factor=0.5", "nearest valid value is 1"]),
+        ("model", {"yarn": YarnConfig(4.0, 0)}, ["yarn.original_length=0", "nearest valid value is 1"]),
+        ("model", {"yarn": YarnConfig(4.0, 64, beta_fast=1.0)}, ["beta_fast=1.0", "beta_slow=1.0", "32 and 1"]),
+        ("model", {"yarn": YarnConfig(4.0, 64, mscale=-1.0)}, ["yarn.mscale=-1.0", "nearest valid value is 0"]),
         ("model", {"num_kv_heads": 3}, ["num_kv_heads=3", "num_heads=4", "nearest valid value is 2"]),
         ("model", {"num_layers": 3}, ["num_layers=3", "4 stages", "nearest valid value is 4"]),
         ("model", {"num_dense_layers": 9}, ["num_dense_layers=9", "num_layers=8", "nearest valid value is 8"]),

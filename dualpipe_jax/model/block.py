@@ -10,21 +10,34 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dualpipe_jax.config import ModelConfig
-from dualpipe_jax.model.layers import Attention, RMSNorm, SwiGLU
+from dualpipe_jax.model.attention import Attention
+from dualpipe_jax.model.layers import RMSNorm, SwiGLU
+from dualpipe_jax.model.mla import LatentAttention
+from dualpipe_jax.model.packing import Packing
 from moe.layer import MoEStats, init_moe, moe
+
+
+def attention(config: ModelConfig, *, rngs: nnx.Rngs) -> Attention | LatentAttention:
+    """The kind of attention that the configuration asks for."""
+    return (Attention if config.mla is None else LatentAttention)(config, rngs=rngs)
+
+
+def norm(config: ModelConfig, *, rngs: nnx.Rngs) -> RMSNorm:
+    """Of the residual stream."""
+    return RMSNorm(config.d_model, config.norm_eps, rngs=rngs)
 
 
 class DenseBlock(nnx.Module):
     """x + attention(norm(x)), then x + swiglu(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config, rngs=rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.ffn_norm = RMSNorm(config, rngs=rngs)
+        self.attention_norm = norm(config, rngs=rngs)
+        self.attention = attention(config, rngs=rngs)
+        self.ffn_norm = norm(config, rngs=rngs)
         self.ffn = SwiGLU(config, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        x = x + self.attention(self.attention_norm(x))
+    def __call__(self, x: Float[Array, "B S D"], packing: Packing | None = None) -> Float[Array, "B S D"]:
+        x = x + self.attention(self.attention_norm(x), packing)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -43,13 +56,15 @@ class MoEBlock(nnx.Module):
         model = config.model
         assert model.moe is not None
         self.experts, self.axis = model.moe, config.axis
-        self.attention_norm = RMSNorm(model, rngs=rngs)
-        self.attention = Attention(model, rngs=rngs)
-        self.ffn_norm = RMSNorm(model, rngs=rngs)
+        self.attention_norm = norm(model, rngs=rngs)
+        self.attention = attention(model, rngs=rngs)
+        self.ffn_norm = norm(model, rngs=rngs)
         self.moe = nnx.Dict(_as_params(init_moe(rngs.params(), model.d_model, self.experts)))
 
-    def __call__(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], MoEStats]:
-        x = x + self.attention(self.attention_norm(x))
+    def __call__(
+        self, x: Float[Array, "B S D"], packing: Packing | None = None
+    ) -> tuple[Float[Array, "B S D"], MoEStats]:
+        x = x + self.attention(self.attention_norm(x), packing)
         params: Any = jax.tree.map(
             lambda p: p[...], nnx.to_pure_dict(nnx.state(self.moe)), is_leaf=lambda p: isinstance(p, nnx.Variable)
         )

@@ -1,11 +1,13 @@
 """The decoder as the pipeline takes it: initial parameters, and first, stage and last functions.
 
 A microbatch is a dict: `tokens` int32 [rows, seq], `targets` int32 [rows, seq] (-1: ignored), `weights` float32
-[rows, seq]: what each target's loss counts for, so that the loss is a plain sum (see `with_weights`).
+[rows, seq]: what each target's loss counts for, so that the loss is a plain sum (see `with_weights`); and, where rows
+hold several documents, `segments` int32 [rows, seq] (see `packing_of`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,10 @@ from dualpipe_jax.executor import LastOutput, StageFns, StageOutput
 from dualpipe_jax.model.block import DenseBlock, MoEBlock, MoEBlockConfig
 from dualpipe_jax.model.definition import Definition
 from dualpipe_jax.model.layers import Embedding, Head
+from dualpipe_jax.model.mtp import SecondToken, second_targets
+from dualpipe_jax.model.packing import packing_of
 from dualpipe_jax.model.partition import StageLayers
+from moe.layer import MoEStats
 
 PyTree = Any
 
@@ -52,18 +57,25 @@ class Model:
             return Definition(MoEBlock, MoEBlockConfig(self.config, self.axis))
         return Definition(DenseBlock, self.config)
 
+    @property
+    def second_token(self) -> Definition:
+        """Of multi-token prediction, whose layer is of the trunk's kind."""
+        return Definition(SecondToken, MoEBlockConfig(self.config, self.axis))
+
     def init(self, key: jax.Array) -> PyTree:
-        """Fresh float32 parameters: {"embedding", "dense": [...], "layers": [...], "head"}.
+        """Fresh float32 parameters: {"embedding", "dense": [...], "layers": [...], "head"}, and "mtp" where it is on.
 
         A layer's values depend on its index in the model alone, not on how layers are dealt to stages.
         """
         dense = Definition(DenseBlock, self.config)
         keys = jax.random.split(key, self.config.num_layers + 2)
+        mtp = {"mtp": self.second_token.init(jax.random.fold_in(key, 1))} if self.config.mtp_depth else {}
         return {
             "embedding": Definition(Embedding, self.config).init(keys[-1]),
             "dense": [dense.init(k) for k in keys[: self.num_dense]],
             "layers": [self.trunk.init(k) for k in keys[self.num_dense : -2]],
             "head": Definition(Head, self.config).init(keys[-2]),
+            **mtp,
         }
 
     def stage_fns(self, stages: tuple[StageLayers, ...]) -> StageFns:
@@ -75,14 +87,57 @@ class Model:
             last=self._loss,
         )
 
+    def logits(self, params: PyTree, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        """Of all layers, with no pipeline: float32 [rows, seq, vocab].
+
+        Args:
+            params: as `init` makes them. tokens, segments: int32 [rows, seq].
+        """
+        microbatch = {"tokens": tokens} | ({} if segments is None else {"segments": segments})
+        stage = StageLayers(tuple(range(len(params["dense"]))), tuple(range(len(params["layers"]))))
+        (run,) = self.stage_fns((stage,)).per_stage(1)
+        x = run({"layers": params["layers"]}, params, self._embed(params, microbatch), microbatch).y
+        return self._head(params, x)
+
     def _embed(self, shared: PyTree, microbatch: PyTree) -> jax.Array:
         return Definition(Embedding, self.config).apply(shared["embedding"], microbatch["tokens"])
 
-    def _loss(self, shared: PyTree, y: jax.Array, microbatch: PyTree) -> LastOutput:
+    def _head(self, shared: PyTree, y: jax.Array) -> jax.Array:
         table = shared["embedding"]["table"] if self.config.tied_embeddings else None
-        logits = Definition(Head, self.config).apply(shared["head"], y, table)
-        loss = cross_entropy(logits, microbatch["targets"], microbatch["weights"])
-        return LastOutput(loss, {"cross_entropy": loss})
+        return Definition(Head, self.config).apply(shared["head"], y, table)
+
+    def _loss(self, shared: PyTree, y: jax.Array, microbatch: PyTree) -> LastOutput:
+        entropy = cross_entropy(self._head(shared, y), microbatch["targets"], microbatch["weights"])
+        if not self.config.mtp_depth:
+            return LastOutput(entropy, {"cross_entropy": entropy})
+        loss, stats = self._second_token_loss(shared, y, microbatch)
+        return LastOutput(entropy + loss, {"cross_entropy": entropy, "mtp": stats})
+
+    def _second_token_loss(self, shared: PyTree, y: jax.Array, microbatch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Weighted cross entropy of the token after the next, with the layer's auxiliary losses; and statistics."""
+        run = self.wrap(self.second_token.apply)
+        following = jnp.roll(microbatch["tokens"], -1, axis=1)  # the last one is not used: it has no target
+        embedded = self._embed(shared, {"tokens": following})
+        y, router = run(shared["mtp"], y, embedded, packing_of(microbatch))
+        head = {**shared["head"], "norm": shared["mtp"]["norm"]}
+        logits = self._head({**shared, "head": head}, y)
+        entropy = cross_entropy(logits, *second_targets(microbatch))
+        loss, stats = self.config.mtp_loss_weight * entropy, {"cross_entropy": entropy}
+        if router is None:
+            return loss, stats
+        stats |= {"counts": router.counts, "dropped": router.dropped}
+        return loss + self.auxiliary_loss(router), stats
+
+    def wrap(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer as it is, or run again in its backward."""
+        return jax.checkpoint(layer) if self.recompute else layer
+
+    def auxiliary_loss(self, router: MoEStats) -> jax.Array:
+        """What a layer's router adds to the loss."""
+        moe = self.config.moe
+        assert moe is not None
+        balance = moe.balance_loss_weight / self.num_sequences * router.balance_loss
+        return balance + moe.z_loss_weight / (self.num_sequences * self.seq_len) * router.z_loss
 
 
 @dataclass(frozen=True)
@@ -101,25 +156,20 @@ class Stage:
 
     def __call__(self, params: PyTree, shared: PyTree, x: jax.Array, microbatch: PyTree) -> StageOutput:
         dense, trunk = Definition(DenseBlock, self.model.config), self.model.trunk
-        wrap = jax.checkpoint if self.model.recompute else lambda f: f
+        wrap = self.model.wrap
+        packing = packing_of(microbatch)
         for i in self.dense:
-            x = wrap(dense.apply)(shared["dense"][i], x)
+            x = wrap(dense.apply)(shared["dense"][i], x, packing)
         loss, stats = jnp.float32(0), []
         for layer in params["layers"][: self.num_layers]:
-            out = wrap(trunk.apply)(layer, x)
+            out = wrap(trunk.apply)(layer, x, packing)
             if self.model.config.moe is None:
                 x = out
                 continue
             x, router = out
-            loss = loss + self._auxiliary_loss(router)
+            loss = loss + self.model.auxiliary_loss(router)
             stats.append({"counts": router.counts, "dropped": router.dropped})
         return StageOutput(x, loss, self._padded_stats(stats))
-
-    def _auxiliary_loss(self, router: Any) -> jax.Array:
-        moe, model = self.model.config.moe, self.model
-        assert moe is not None
-        balance = moe.balance_loss_weight / model.num_sequences * router.balance_loss
-        return balance + moe.z_loss_weight / (model.num_sequences * model.seq_len) * router.z_loss
 
     def _padded_stats(self, stats: list[PyTree]) -> PyTree:
         """Stack over layers, zeros for those that only other stages have."""

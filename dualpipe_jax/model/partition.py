@@ -4,7 +4,7 @@ Layers are dealt to stages in order, as evenly as they go, the first stages taki
 repeats to the end (experts, or dense in a model without) is the *trunk*: its parameters are stacked over the
 pipeline's ranks, and a stage with fewer trunk layers than the others has zeros in the places it never reads. Dense
 layers before the trunk belong to the first stage or two only; they go with the shared parameters, so that no other
-rank pads for them.
+rank pads for them. So does everything that is no layer of a stage.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def to_stages(params: PyTree, stages: Sequence[StageLayers]) -> tuple[list[PyTre
     """From a model's parameters to (one pytree a stage, shared): see the module's docstring.
 
     Args:
-        params: {"embedding", "dense": [layer...], "layers": [trunk layer...], "head"}.
+        params: {"embedding", "dense": [layer...], "layers": [trunk layer...], "head", ...}.
     """
     padded = max(len(s.trunk) for s in stages)
     padding = jax.tree.map(jnp.zeros_like, params["layers"][0]) if params["layers"] else None
@@ -68,7 +68,7 @@ def to_stages(params: PyTree, stages: Sequence[StageLayers]) -> tuple[list[PyTre
         own = [params["layers"][i] for i in stage.trunk]
         return own + [padding] * (padded - len(own))
 
-    shared = {name: params[name] for name in ("embedding", "dense", "head")}
+    shared = {name: tree for name, tree in params.items() if name != "layers"}
     return [{"layers": layers_of(stage)} for stage in stages], shared
 
 
