@@ -13,7 +13,7 @@ A tick runs, in this order, those of the operations that its cell names:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +34,9 @@ COLUMNS = (
     "backward_microbatch", "backward_output_gradient", "backward_residual", "backward_weight_residual", "backward_cut",
     "backward_local", "weight_microbatch", "weight_residual", "weight_cut",
     "receive_right_activation", "receive_right_gradient", "receive_left_activation", "receive_left_gradient",
+    "forward_slot", "backward_slot", "weight_slot",
 )  # fmt: skip
+Slot = int | None  # None: the row says which
 
 
 class State(NamedTuple):
@@ -110,17 +112,17 @@ class Cells:
         scratch = jnp.int32(self.table.num_activation_slots)
         return state._replace(activations=buffers.write(state.activations, scratch, x))
 
-    def forward(self, kind: int, slot: int, state: State, row: dict[str, jax.Array]) -> State:
-        split = self.splits.stages[kind]
+    def forward(self, kind: int, slot: Slot, state: State, row: dict[str, jax.Array]) -> State:
+        split, place = self.splits.stages[kind], row["forward_slot"] if slot is None else slot
         x = buffers.read(state.activations, row["forward_input"])
-        params = (self.stage_params[slot], self.shared)
+        params = (_select(self.stage_params, place), self.shared)
         (y, loss), stats, kept = split.forward(params, x, self._microbatch(row["forward_microbatch"]))
         return state._replace(
             activations=buffers.write(state.activations, row["forward_local"], y),
             residual=_write_at(state.residual, kind, row["forward_residual"], kept.input),
             weight_residual=_write_at(state.weight_residual, kind, row["forward_weight_residual"], kept.weight),
             loss=state.loss + loss,
-            stage_stats=_add_at(state.stage_stats, slot, stats),
+            stage_stats=_add_at(state.stage_stats, place, stats),
             sent_activation=y,
         )
 
@@ -136,9 +138,10 @@ class Cells:
             last_stats=buffers.accumulate(state.last_stats, stats),
         )
 
-    def backward(self, kind: int, slot: int, full: bool, state: State, row: dict[str, jax.Array]) -> State:
+    def backward(self, kind: int, slot: Slot, full: bool, state: State, row: dict[str, jax.Array]) -> State:
         split, microbatch = self.splits.stages[kind], self._microbatch(row["backward_microbatch"])
-        params = (self.stage_params[slot], self.shared)
+        place = row["backward_slot"] if slot is None else slot
+        params = (_select(self.stage_params, place), self.shared)
         dy = buffers.read(state.gradients, row["backward_output_gradient"])
         kept = Residuals(
             buffers.read(state.residual[kind], row["backward_residual"]),
@@ -147,7 +150,7 @@ class Cells:
         dx, cut = split.backward_input(params, kept, (dy, jnp.float32(1)), microbatch)
         state = state._replace(gradients=buffers.write(state.gradients, row["backward_local"], dx), sent_gradient=dx)
         if full:
-            return self._add_grads(state, slot, split.backward_weight(params, kept.weight, cut, microbatch))
+            return self._add_grads(state, place, split.backward_weight(params, kept.weight, cut, microbatch))
         return state._replace(cut=_write_at(state.cut, kind, row["backward_cut"], cut))
 
     def first_backward(self, state: State, row: dict[str, jax.Array]) -> State:
@@ -157,12 +160,13 @@ class Cells:
         grads = split.backward_weight(self.shared, kept.weight, cut, microbatch)
         return state._replace(shared_grads=buffers.accumulate(state.shared_grads, grads))
 
-    def weight(self, kind: int, slot: int, state: State, row: dict[str, jax.Array]) -> State:
-        split, params = self.splits.stages[kind], (self.stage_params[slot], self.shared)
+    def weight(self, kind: int, slot: Slot, state: State, row: dict[str, jax.Array]) -> State:
+        split, place = self.splits.stages[kind], row["weight_slot"] if slot is None else slot
+        params = (_select(self.stage_params, place), self.shared)
         kept = buffers.read(state.weight_residual[kind], row["weight_residual"])
         cut = buffers.read(state.cut[kind], row["weight_cut"])
         microbatch = self._microbatch(row["weight_microbatch"])
-        return self._add_grads(state, slot, split.backward_weight(params, kept, cut, microbatch))
+        return self._add_grads(state, place, split.backward_weight(params, kept, cut, microbatch))
 
     # ---------------------------------------------------------------- helpers
 
@@ -170,7 +174,7 @@ class Cells:
         return buffers.read(self.batch, index)
 
     @staticmethod
-    def _add_grads(state: State, slot: int, grads: tuple[PyTree, PyTree]) -> State:
+    def _add_grads(state: State, slot: int | jax.Array, grads: tuple[PyTree, PyTree]) -> State:
         return state._replace(
             stage_grads=_add_at(state.stage_grads, slot, grads[0]),
             shared_grads=buffers.accumulate(state.shared_grads, grads[1]),
@@ -185,8 +189,17 @@ def _write_at(pools: tuple[PyTree, ...], kind: int, slot: jax.Array, value: PyTr
     return _replace_at(pools, kind, buffers.write(pools[kind], slot, value))
 
 
-def _add_at(sums: tuple[PyTree, ...], slot: int, value: PyTree) -> tuple[PyTree, ...]:
-    return _replace_at(sums, slot, buffers.accumulate(sums[slot], value))
+def _select(trees: tuple[PyTree, ...], slot: int | jax.Array) -> PyTree:
+    if isinstance(slot, int):
+        return trees[slot]
+    return jax.lax.switch(slot, [lambda tree=tree: tree for tree in trees])
+
+
+def _add_at(sums: tuple[PyTree, ...], slot: int | jax.Array, value: PyTree) -> tuple[PyTree, ...]:
+    if isinstance(slot, int):
+        return _replace_at(sums, slot, buffers.accumulate(sums[slot], value))
+    places = range(len(sums))
+    return jax.lax.switch(slot, [lambda sums, value, s=s: _add_at(sums, s, value) for s in places], sums, value)
 
 
 class OperationTable(NamedTuple):
@@ -229,12 +242,12 @@ def operation_table(table: TickTable, stage_kinds: tuple[int, ...]) -> Operation
     return OperationTable(tuple(names), np.stack(active, axis=-1))
 
 
-def operations(cells: Cells, names: tuple[tuple[Any, ...], ...]) -> list[Operation]:
-    """The function of each named operation."""
+def operations(cells: Cells, names: Sequence[tuple[Any, ...]]) -> list[Operation]:
+    """The function of each named operation; slot None: that of the row."""
     return [_operation(cells, *name) for name in names]
 
 
-def _operation(cells: Cells, name: str, *key: int) -> Operation:
+def _operation(cells: Cells, name: str, *key: Any) -> Operation:
     function = _function(cells, name, *key)
 
     def run(state: State, row: dict[str, jax.Array]) -> State:
@@ -244,7 +257,7 @@ def _operation(cells: Cells, name: str, *key: int) -> Operation:
     return run
 
 
-def _function(cells: Cells, name: str, kind: int = 0, slot: int = 0) -> Operation:
+def _function(cells: Cells, name: str, kind: int = 0, slot: Slot = 0) -> Operation:
     functions: dict[str, Operation] = {
         "first": cells.first,
         "forward": partial(cells.forward, kind, slot),

@@ -7,7 +7,7 @@ summed in float32 over microbatches, and after the last tick over mirrored copie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,6 @@ from dualpipe_jax.executor import branch, buffers, layout
 from dualpipe_jax.executor.cells import (
     COLUMNS,
     Cells,
-    Operation,
     OperationTable,
     State,
     operation_table,
@@ -34,6 +33,7 @@ from dualpipe_jax.schedule.split import kinds_in, with_split_backward
 
 PyTree = Any
 Form = Literal["auto", "loops", "switch"]
+Runner = Callable[[State, branch.Tick], State]
 
 
 class PipelineParams(NamedTuple):
@@ -109,12 +109,11 @@ class Program:
         owned = jax.tree.map(lambda leaf: leaf[0], params.stages)
         cells = self._cells(layout.copies(owned, placement), params.shared, batch)
         state = cells.initial_state()
-        ops = operations(cells, self.ops.names)
         for segment in self._segments():
-            cycle = max(1, len(segment.patterns))
+            runners = self._runners(cells, segment)
             ticks = rows[segment.start : segment.stop, 0]
-            blocks = ticks.reshape(-1, cycle, ticks.shape[-1])
-            state, _ = jax.lax.scan(partial(self._block, ops, segment, cycle), state, blocks)
+            blocks = ticks.reshape(-1, len(runners), ticks.shape[-1])
+            state, _ = jax.lax.scan(partial(self._block, runners, segment.channels), state, blocks)
         axes = data_axes(self.mesh)
         everywhere = (PIPELINE_AXIS, *axes)
         stage_grads = _psum_missing(layout.fold(state.stage_grads, placement), stage_specs, axes)
@@ -141,22 +140,27 @@ class Program:
         channels = frozenset().union(*(s.channels for s in segments))
         return (Segment(0, ticks, False, channels),)
 
+    def _runners(self, cells: Cells, segment: Segment) -> list[Runner]:
+        """What runs a tick of a segment, for each tick of its cycle."""
+        if self.form == "switch" and segment.uniform:
+            cycle = len(segment.patterns)
+            plans = [
+                branch.straight(self.ops.names, self.ops.active[segment.start + i : segment.stop : cycle])
+                for i in range(cycle)
+            ]
+            return [partial(branch.run_straight, p, operations(cells, [s.name for s in p])) for p in plans]
+        ops = operations(cells, self.ops.names)
+        return [
+            partial(branch.run_switch, ops, self.cells) if self.form == "switch" else partial(branch.run_loops, ops)
+        ]
+
     def _block(
-        self, ops: list[Operation], segment: Segment, cycle: int, state: State, block: jax.Array
+        self, runners: Sequence[Runner], channels: frozenset[str], state: State, block: jax.Array
     ) -> tuple[State, None]:
-        """Run `cycle` ticks, int32 [cycle, columns]."""
-        num = len(COLUMNS)
-        for i in range(cycle):
-            row = branch.row_columns(COLUMNS, block[i, :num])
-            cell, flags = block[i, num], block[i, num + 1 :]
-            if self.form == "loops":
-                state = branch.run_loops(ops, state, row, flags)
-            elif segment.uniform:
-                active = self.ops.active[segment.start + i : segment.stop : cycle]
-                state = branch.run_straight(ops, active, state, row, flags)
-            else:
-                state = branch.run_switch(ops, self.cells, state, row, cell)
-            state = self._exchange(state, row, segment.channels)
+        """Run a cycle of ticks, int32 [ticks, columns]."""
+        for run, values in zip(runners, block, strict=True):
+            tick = branch.read_tick(COLUMNS, values)
+            state = self._exchange(run(state, tick), tick.row, channels)
         return state, None
 
     def _exchange(self, state: State, row: dict[str, jax.Array], channels: frozenset[str]) -> State:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dualpipe_jax.schedule.actions import Action, Kind, Schedule
 from dualpipe_jax.schedule.graph import PHASE, ScheduleError
 from dualpipe_jax.schedule.lower import travel
-from dualpipe_jax.schedule.table import CHANNELS, TickTable
+from dualpipe_jax.schedule.table import CHANNELS, Operation, TickPattern, TickTable
 
 Name = tuple[str, int, int, int]
 """(what, direction, stage, microbatch) of a value."""
@@ -177,13 +177,12 @@ def _check_segments(table: TickTable) -> None:
         if used != segment.channels:
             raise ScheduleError(f"segment {segment.start}..{segment.stop} uses {sorted(used)}, not {segment.channels}")
         for i, tick in enumerate(range(segment.start, segment.stop)):
-            if segment.uniform and _operations(table, tick) != {segment.patterns[i % len(segment.patterns)]}:
+            if segment.uniform and not _follows(table, tick, segment.patterns[i % len(segment.patterns)]):
                 raise ScheduleError(f"{tick=} does not follow its segment's pattern on all ranks")
 
 
-def _operations(table: TickTable, tick: int) -> set[tuple[tuple[str, int, int], ...]]:
-    """What the ranks do in a tick, as a set: of one element if they all do the same."""
-    found = set()
+def _follows(table: TickTable, tick: int, pattern: TickPattern) -> bool:
+    """Do all ranks do in a tick what the pattern says?"""
     for rank in range(table.num_ranks):
         operations = []
         for phase, name in (("forward", "F"), ("backward", "I"), ("weight", "W")):
@@ -191,6 +190,10 @@ def _operations(table: TickTable, tick: int) -> set[tuple[tuple[str, int, int], 
             if phase == "backward" and table.backward_full[tick, rank] == 1:
                 name = "B"
             if stage >= 0:
-                operations.append((name, slot, table.stage_kinds[stage]))
-        found.add(tuple(operations))
-    return found
+                operations.append(Operation(name, slot, table.stage_kinds[stage]))
+        if len(operations) != len(pattern):
+            return False
+        for wanted, found in zip(pattern, operations, strict=True):
+            if found != (wanted if wanted.slot is not None else wanted._replace(slot=found.slot)):
+                return False
+    return True

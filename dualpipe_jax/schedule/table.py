@@ -14,10 +14,11 @@ CHANNELS: tuple[Channel, ...] = ("right_activation", "right_gradient", "left_act
 
 
 class Operation(NamedTuple):
-    """One operation of a uniform tick: kind F, B, I or W, the slot of the stage, and its kind of stage."""
+    """One operation of a uniform tick: kind F, B, I or W, the slot of the stage (None: the rank's row says which), and
+    its kind of stage."""
 
     kind: str
-    slot: int
+    slot: int | None
     stage_kind: int
 
 

@@ -17,7 +17,7 @@ from dualpipe_jax import (
     stack_stages,
     unstack_stages,
 )
-from dualpipe_jax.schedule import lower
+from dualpipe_jax.schedule import MOE_COSTS, Memory, Placement, lower, search
 
 # float32: sums over microbatches and shards in another order.
 TOLERANCE = 1e-5
@@ -66,7 +66,11 @@ def assert_close(got, want):
 
 
 def check(name, ranks, microbatches, dp=1, ep=1, fns=None, form="loops", **options):
-    schedule = build(name, num_ranks=ranks, num_microbatches=microbatches, **options)
+    check_schedule(build(name, num_ranks=ranks, num_microbatches=microbatches, **options), dp, ep, fns, form)
+
+
+def check_schedule(schedule, dp=1, ep=1, fns=None, form="loops"):
+    ranks, microbatches = schedule.placement.num_ranks, schedule.num_microbatches
     fns = fns or StageFns(first, stage, last)
     stages, shared, batch = problem(schedule.placement.num_stages, microbatches)
     mesh = make_mesh(ranks, dp, ep)
@@ -201,3 +205,13 @@ def test_a_mesh_of_ranks_only():
     (loss, _), _ = jax.jit(pipeline_value_and_grad(fns, schedule, mesh=mesh))(params, batch)
     (want, _), _ = jax.jit(lambda *a: reference_value_and_grad(fns, *a))(stages, shared, batch)
     assert_close(loss, want)
+
+
+def test_ranks_in_different_slots_share_straight_code():
+    """Searched schedules for experts' costs run pairs on all ranks, of whichever of their stages."""
+    placement = Placement("loop", 2, 3)
+    schedule = search([placement], 12, MOE_COSTS, Memory(6.0)).schedule
+    segments = lower(schedule).segments
+    free = [s for s in segments if s.uniform and any(o.slot is None for p in s.patterns for o in p)]
+    assert sum(s.stop - s.start for s in free) > 12
+    check_schedule(schedule, form="switch")

@@ -81,9 +81,15 @@ def test_steady_ticks_are_the_same_on_all_ranks(num_microbatches):
     )
 
 
-def test_depth_slots_have_no_uniform_segment():
-    table = lower(build("dualpipe", num_ranks=8, num_microbatches=60))
-    assert not any(s.uniform for s in table.segments)
+def test_with_depth_slots_the_steady_state_selects_its_slot():
+    """The same ticks are uniform, but ranks of one half do in slot 0 what those of the other do in slot 1."""
+    tables = [
+        lower(build("dualpipe", num_ranks=8, num_microbatches=60, slot_rule=rule)) for rule in ("steady", "depth")
+    ]
+    (fixed,), (free,) = ([s for s in table.segments if s.uniform] for table in tables)
+    assert abs((free.stop - free.start) - (fixed.stop - fixed.start)) <= 1
+    assert {o.slot for p in free.patterns for o in p} == {None}
+    assert len(free.patterns) == 1
 
 
 def test_channels():
