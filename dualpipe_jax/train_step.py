@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.config import Config
 from dualpipe_jax.executor import PIPELINE_AXIS, PipelineParams, data_axes, make_mesh, pipeline_value_and_grad
+from dualpipe_jax.gpu_options import compiler_options
 from dualpipe_jax.model.model import Model, expert_specs, with_weights
 from dualpipe_jax.model.partition import StageLayers, from_pipeline, partition, to_pipeline
 from dualpipe_jax.optimizer import apply_gradients, learning_rate_schedule, make_optimizer, names_of, zero1_shardings
@@ -167,6 +168,7 @@ class Trainer:
             donate_argnums=0,
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, whole),
+            compiler_options=compiler_options(self.mesh.devices.flat[0].platform),
         )
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics]:

@@ -94,7 +94,7 @@ def assert_close(path, got, want):
     assert worst <= TOLERANCE, f"{jax.tree_util.keystr(path)}: relative difference {worst:.2e}"
 
 
-def check(name, pp, microbatches, ep=1, dp=1, recompute=False, config=CONFIG, form="loops", **options):
+def check(name, pp, microbatches, ep=1, dp=1, recompute=False, config=CONFIG, form="operations", **options):
     """Compare for a number of microbatches, or for several that share a compiled program."""
     counts = (microbatches,) if isinstance(microbatches, int) else microbatches
     schedules = [build(name, num_ranks=pp, num_microbatches=m, **options) for m in counts]
@@ -201,7 +201,7 @@ def test_other_schedules(name):
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe_v"])
 def test_the_form_for_accelerators(name):
     """Switch and straight-line code, run on CPU; few layers, since XLA:CPU compiles each cell anew."""
-    check(name, 2, 12, 2, 1, form="switch", slot_rule="steady")
+    check(name, 2, 12, 2, 1, form="cells", slot_rule="steady")
 
 
 def test_tied_embedding():

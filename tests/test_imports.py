@@ -45,6 +45,8 @@ RULES = {
         *ARRAYS, "ml_dtypes", "safetensors", "moe.config",
         "dualpipe_jax.config", "dualpipe_jax.hf", "dualpipe_jax.model",
     },
+    "dualpipe_jax/plan/**/*.py": {"jax", "dualpipe_jax.plan"},
+    "dualpipe_jax/gpu_options.py": set(),
     "dualpipe_jax/data/**/*.py": {*ARRAYS, "grain", "dualpipe_jax.data"},
     "configs/**/*.py": {"configs", "dualpipe_jax.config", "moe.config"},
 }  # fmt: skip

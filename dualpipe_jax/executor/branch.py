@@ -1,14 +1,17 @@
-"""Run the operations that a cell names, in the form that the compiler at hand handles well.
+"""Run the operations that a cell names, without a copy of the buffers and without a branch that computes in vain.
 
-`loops` (CPU): each operation sits in a loop of 0 or 1 trips. XLA:CPU copies the whole state through a conditional,
-but updates it in place through a loop. The loop's body must depend on its index, or its matmuls would be hoisted out
-of it and run in every tick.
+Nothing here is a conditional: XLA, on CPU and GPU alike, copies what a conditional updates, once for each branch and
+once behind it, but updates it in place through a loop. So a choice is a row of loops of 0 or 1 trips. Two things make
+that work. A loop's body depends on its index, or its matmuls would be hoisted out of it and run in every tick. And all
+loops write `State.order`, so that each depends on the one before: else XLA sees no order between one that reads a
+buffer and one that writes another slot of it later, and copies the buffer.
 
-`switch` (GPU): one branch for each distinct cell, straight-line inside, so that the all-to-alls of one operation run
-behind the matmuls of another. XLA:GPU updates the state in place through a conditional.
+`operations` (CPU): a loop for each operation. The least to compile.
 
-`straight` (GPU): for ticks in which all ranks run the same cell, no branch at all; only the model's two ends, which
-one rank has and the others have not, are conditionals.
+`cells` (GPU): a loop for each distinct cell, straight-line inside, so that the all-to-alls of one operation run behind
+the matmuls of another; and for ticks in which all ranks run the same cell no choice at all, so that messages to the
+neighbours run behind matmuls as well. Only the model's two ends, which one rank has and the others have not, are loops
+there.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import numpy as np
 
 from dualpipe_jax.executor.cells import Operation, State
 
+Row = dict[str, jax.Array]
+
 
 class Tick(NamedTuple):
     """What a rank reads of the table in a tick, int32.
@@ -30,7 +35,7 @@ class Tick(NamedTuple):
         row: the named columns. cell: index of the rank's cell. flags: [operations], 1 for those of the cell.
     """
 
-    row: dict[str, jax.Array]
+    row: Row
     cell: jax.Array
     flags: jax.Array
 
@@ -42,15 +47,22 @@ def read_tick(columns: Sequence[str], values: jax.Array) -> Tick:
     return Tick(row, jnp.asarray(values[num]), jnp.asarray(values[num + 1 :]))
 
 
-def run_loops(operations: Sequence[Operation], state: State, tick: Tick) -> State:
+def run_if(flag: jax.Array, operation: Operation, state: State, row: Row) -> State:
+    """operation(state, row) where the flag (int32) is 1, the state as it is where it is 0."""
+
+    def body(trip: jax.Array, state: State) -> State:
+        tied, _ = jax.lax.optimization_barrier((row, trip))
+        state = operation(state, tied)
+        # No sum, for whose result behind the loop XLA would find a formula without the loop.
+        return state._replace(order=(state.order >> 1) | 1)
+
+    return jax.lax.fori_loop(0, flag, body, state)
+
+
+def run_operations(operations: Sequence[Operation], state: State, tick: Tick) -> State:
     """Run each operation whose flag is 1."""
-    for i, operation in enumerate(operations):
-
-        def body(trip: jax.Array, state: State, operation: Operation = operation) -> State:
-            tied, _ = jax.lax.optimization_barrier((tick.row, trip))
-            return operation(state, tied)
-
-        state = jax.lax.fori_loop(0, tick.flags[i], body, state)
+    for flag, operation in zip(tick.flags, operations, strict=True):
+        state = run_if(flag, operation, state, tick.row)
     return state
 
 
@@ -60,18 +72,21 @@ def distinct_cells(active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return cells, index.reshape(active.shape[:2]).astype(np.int32)
 
 
-def run_switch(operations: Sequence[Operation], cells: np.ndarray, state: State, tick: Tick) -> State:
-    """Run the operations of the rank's cell; cells: see `distinct_cells`."""
+def run_cell(
+    operations: Sequence[Operation], cells: Sequence[tuple[int, np.ndarray]], state: State, tick: Tick
+) -> State:
+    """Run the operations of the rank's cell. cells: (index, bool [operations]) of those that occur in these ticks."""
+    for index, wanted in cells:
+        chosen = [operation for operation, present in zip(operations, wanted, strict=True) if present]
 
-    def branch(wanted: np.ndarray) -> Any:
-        def run(state: State, row: dict[str, jax.Array]) -> State:
-            for operation, present in zip(operations, wanted, strict=True):
-                state = operation(state, row) if present else state
+        def cell(state: State, row: Row, chosen: Sequence[Operation] = chosen) -> State:
+            for operation in chosen:
+                state = operation(state, row)
             return state
 
-        return run
-
-    return jax.lax.switch(tick.cell, [branch(wanted) for wanted in cells], state, tick.row)
+        if chosen:
+            state = run_if((tick.cell == index).astype(jnp.int32), cell, state, tick.row)
+    return state
 
 
 class Straight(NamedTuple):
@@ -105,10 +120,7 @@ def straight(names: Sequence[tuple[Any, ...]], active: np.ndarray) -> list[Strai
 
 
 def run_straight(plan: Sequence[Straight], operations: Sequence[Operation], state: State, tick: Tick) -> State:
-    """Run what all ranks run; what some run, under a condition. operations: of the plan's names."""
+    """Run what all ranks run, and what some run where its flag is 1. operations: of the plan's names."""
     for (_, flag), operation in zip(plan, operations, strict=True):
-        if flag is None:
-            state = operation(state, tick.row)
-        else:
-            state = jax.lax.cond(tick.flags[flag] > 0, operation, lambda state, row: state, state, tick.row)
+        state = operation(state, tick.row) if flag is None else run_if(tick.flags[flag], operation, state, tick.row)
     return state

@@ -48,6 +48,7 @@ class State(NamedTuple):
         stage_grads, shared_grads: float32 sums, by slot / whole.
         loss: float32 scalar sum. stage_stats, last_stats: sums, by slot / whole.
         sent_activation, sent_gradient: results of this tick, for the neighbours.
+        order: int32, 1 after the first loop: what makes each loop depend on the one before (see `branch`).
     """
 
     activations: PyTree
@@ -62,6 +63,7 @@ class State(NamedTuple):
     last_stats: PyTree
     sent_activation: PyTree
     sent_gradient: PyTree
+    order: jax.Array
 
 
 Operation = Callable[[State, dict[str, jax.Array]], State]
@@ -103,6 +105,7 @@ class Cells:
             last_stats=zeros(s.last.aux),
             sent_activation=zeros(s.activation),
             sent_gradient=zeros(gradient),
+            order=jnp.int32(0),
         )
 
     # ---------------------------------------------------------------- operations
@@ -198,8 +201,11 @@ def _select(trees: tuple[PyTree, ...], slot: int | jax.Array) -> PyTree:
 def _add_at(sums: tuple[PyTree, ...], slot: int | jax.Array, value: PyTree) -> tuple[PyTree, ...]:
     if isinstance(slot, int):
         return _replace_at(sums, slot, buffers.accumulate(sums[slot], value))
-    places = range(len(sums))
-    return jax.lax.switch(slot, [lambda sums, value, s=s: _add_at(sums, s, value) for s in places], sums, value)
+    # Not a conditional, which would copy the sums: see `branch`.
+    return tuple(
+        jax.lax.fori_loop(0, (slot == i).astype(jnp.int32), lambda _, total: buffers.accumulate(total, value), total)
+        for i, total in enumerate(sums)
+    )
 
 
 class OperationTable(NamedTuple):

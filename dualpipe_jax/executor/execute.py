@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax import residuals
 from dualpipe_jax.executor import buffers
+from dualpipe_jax.executor.cells import COLUMNS, State
+from dualpipe_jax.executor.memory import MemoryPlan
 from dualpipe_jax.executor.mesh import PIPELINE_AXIS, data_axes
 from dualpipe_jax.executor.program import Aux, Form, PipelineParams, Program
 from dualpipe_jax.executor.stages import StageFns
@@ -20,7 +23,88 @@ from dualpipe_jax.schedule import Schedule
 PyTree = Any
 _REPLICATED = PartitionSpec()
 
-GradFn = Callable[..., tuple[tuple[jax.Array, Aux], PipelineParams]]
+
+class _Specs:
+    """A prefix pytree of `PartitionSpec`s, spread over the leaves that it governs."""
+
+    def __init__(self, specs: PyTree) -> None:
+        self.specs = specs
+
+    def full(self, tree: PyTree) -> PyTree:
+        is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
+        return jax.tree.map(lambda s, t: jax.tree.map(lambda _: s, t), self.specs, tree, is_leaf=is_spec)
+
+    def prefixed(self, tree: PyTree, axis: str) -> PyTree:
+        return jax.tree.map(
+            lambda s: PartitionSpec(axis, *s), self.full(tree), is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GradFn:
+    """What `pipeline_value_and_grad` returns: `grad_fn(params, batch) -> ((loss, aux), grads)`, for `jax.jit`."""
+
+    program: Program
+    stage_specs: _Specs
+    shared_specs: _Specs
+    rows: PartitionSpec
+
+    def __call__(
+        self, params: PipelineParams, batch: PyTree, which: jax.Array | int = 0
+    ) -> tuple[tuple[jax.Array, Aux], PipelineParams]:
+        _check_batch(batch, self.program.num_microbatches)
+        specs, owned = self._param_specs(params), PartitionSpec(PIPELINE_AXIS)
+        run = jax.shard_map(
+            lambda params, batch, rows: self.program.run(params, batch, rows, specs.stages, specs.shared),
+            mesh=self.program.mesh,
+            in_specs=(specs, self.rows, PartitionSpec(None, PIPELINE_AXIS)),
+            out_specs=((_REPLICATED, Aux(owned, _REPLICATED)), specs),  # type: ignore[arg-type]
+            check_vma=False,
+        )
+        return run(params, batch, buffers.read(jnp.asarray(self.program.rows), jnp.asarray(which, jnp.int32)))
+
+    def state_shapes(self, params: PipelineParams, batch: PyTree) -> State:
+        """Shapes of what a device keeps from tick to tick. Arguments as of a call, arrays or shapes."""
+        return jax.eval_shape(self._on_a_device(self.program.initial_state, params, extra=0), params, batch)
+
+    def memory_plan(self, params: PipelineParams, batch: PyTree) -> MemoryPlan:
+        """Bytes of what a device keeps from tick to tick; nothing is compiled."""
+        one_way = self.program.placement.num_directions == 1
+        slots = jax.eval_shape(self._on_a_device(lambda p, _: self.program.slots(p), params, extra=0), params, batch)
+        return MemoryPlan.of(self.state_shapes(params, batch), copies=() if one_way else slots)
+
+    def cell_bytes(self, params: PipelineParams, batch: PyTree) -> dict[str, int]:
+        """Compile each cell (or operation, by `form`) alone: the bytes that it needs besides what is kept.
+
+        The largest, and `memory_plan`, are what a step needs besides its arguments and results.
+        """
+        state = self.state_shapes(params, batch)
+        row = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in COLUMNS}
+        found = {}
+        for name, run in self.program.cells_alone():
+            alone = jax.jit(self._on_a_device(run, params, extra=2), donate_argnums=2)
+            device = jax.tree.map(self._replicated, (state, row))
+            analysis: Any = alone.lower(params, batch, *device).compile().memory_analysis()
+            found[name] = analysis.temp_size_in_bytes
+        return found
+
+    def _replicated(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        whole = NamedSharding(self.program.mesh, _REPLICATED)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole)
+
+    def _on_a_device(self, run: Callable[..., Any], params: PipelineParams, extra: int) -> Callable[..., Any]:
+        """run(params, batch, ...) of one device's parts; what comes after the batch, and the result, is of a device."""
+        return jax.shard_map(
+            run,
+            mesh=self.program.mesh,
+            in_specs=(self._param_specs(params), self.rows, *[_REPLICATED] * extra),
+            out_specs=_REPLICATED,  # so that the shapes of the whole are those of a part
+            check_vma=False,
+        )
+
+    def _param_specs(self, params: PipelineParams) -> PipelineParams:
+        stages = tuple(self.stage_specs.prefixed(tree, PIPELINE_AXIS) for tree in params.stages)
+        return PipelineParams(stages, self.shared_specs.full(params.shared))
 
 
 def pipeline_value_and_grad(
@@ -50,7 +134,7 @@ def pipeline_value_and_grad(
             not name.
         shared_specs: the same for the shared parameters.
         batch_spec: of the batch's leaves; default (None, data axes): dim 0 is the microbatch, dim 1 its rows.
-        form: how cells are branched to, see `branch`; "auto" takes "loops" on CPU and "switch" elsewhere.
+        form: how a rank gets to its cell, see `branch`; "auto" takes "operations" on CPU and "cells" elsewhere.
         policy: what stages keep for their backward and what they compute again, see `residuals.Policy`.
 
     Returns:
@@ -58,6 +142,7 @@ def pipeline_value_and_grad(
         are [num_microbatches, rows, ...]; loss is float32; grads are float32, in the arrangement of params. With
         several schedules `grad_fn(params, batch, which)`: which one to run, an int32 scalar that may be traced; the
         batch has room for the most microbatches of any, and what the schedule does not use is never read.
+        `grad_fn.memory_plan(params, batch)` tells what a device keeps meanwhile.
 
     Raises:
         ValueError: mesh, batch or functions do not fit the schedule.
@@ -69,44 +154,8 @@ def pipeline_value_and_grad(
     _check_schedules(schedules)
     _check_mesh(mesh, schedules[0])
     program = Program.build(fns, schedules, mesh, form, policy)
-    num_microbatches = max(s.num_microbatches for s in schedules)
-    stage_specs, shared_specs = _Specs(stage_specs), _Specs(shared_specs)
     rows = PartitionSpec(None, data_axes(mesh)) if batch_spec is None else batch_spec
-    owned: Any = PartitionSpec(PIPELINE_AXIS)
-
-    def grad_fn(
-        params: PipelineParams, batch: PyTree, which: jax.Array | int = 0
-    ) -> tuple[tuple[jax.Array, Aux], PipelineParams]:
-        _check_batch(batch, num_microbatches)
-        stage = tuple(stage_specs.prefixed(tree, PIPELINE_AXIS) for tree in params.stages)
-        shared = shared_specs.full(params.shared)
-        specs = PipelineParams(stage, shared)
-        run = jax.shard_map(
-            lambda params, batch, rows: program.run(params, batch, rows, stage, shared),
-            mesh=mesh,
-            in_specs=(specs, rows, PartitionSpec(None, PIPELINE_AXIS)),
-            out_specs=((PartitionSpec(), Aux(owned, PartitionSpec())), specs),
-            check_vma=False,
-        )
-        return run(params, batch, buffers.read(jnp.asarray(program.rows), jnp.asarray(which, jnp.int32)))
-
-    return grad_fn
-
-
-class _Specs:
-    """A prefix pytree of `PartitionSpec`s, spread over the leaves that it governs."""
-
-    def __init__(self, specs: PyTree) -> None:
-        self.specs = specs
-
-    def full(self, tree: PyTree) -> PyTree:
-        is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
-        return jax.tree.map(lambda s, t: jax.tree.map(lambda _: s, t), self.specs, tree, is_leaf=is_spec)
-
-    def prefixed(self, tree: PyTree, axis: str) -> PyTree:
-        return jax.tree.map(
-            lambda s: PartitionSpec(axis, *s), self.full(tree), is_leaf=lambda s: isinstance(s, PartitionSpec)
-        )
+    return GradFn(program, _Specs(stage_specs), _Specs(shared_specs), rows)
 
 
 def _check_schedules(schedules: Sequence[Schedule]) -> None:

@@ -7,12 +7,13 @@ summed in float32 over microbatches, and after the last tick over mirrored copie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -32,7 +33,7 @@ from dualpipe_jax.schedule import Kind, Placement, Schedule, Segment, TickTable,
 from dualpipe_jax.schedule.split import kinds_in, with_split_backward
 
 PyTree = Any
-Form = Literal["auto", "loops", "switch"]
+Form = Literal["auto", "operations", "cells"]
 Runner = Callable[[State, branch.Tick], State]
 
 
@@ -69,7 +70,8 @@ class Program:
         stage_kinds: the kind of each stage. distinct: the stage function of each kind.
         ops: which operations there are, and where. cells: the distinct sets of them.
         rows: int32 [schedules, ticks, ranks, columns]: what a rank reads in a tick.
-        form: "loops" or "switch".
+        form: "operations" or "cells", see `branch`.
+        num_microbatches: the most of any schedule.
     """
 
     fns: StageFns
@@ -83,14 +85,15 @@ class Program:
     mesh: Mesh
     form: str
     policy: Policy
+    num_microbatches: int
 
     @classmethod
     def build(cls, fns: StageFns, schedules: Sequence[Schedule], mesh: Mesh, form: Form, policy: Policy) -> Program:
         placement = schedules[0].placement
         stage_kinds, distinct = kinds_of(fns.per_stage(placement.num_stages))
         platform = mesh.devices.flat[0].platform
-        chosen = ("loops" if platform == "cpu" else "switch") if form == "auto" else form
-        if chosen == "loops" and {Kind.B, Kind.I} <= set().union(*map(kinds_in, schedules)):
+        chosen = ("operations" if platform == "cpu" else "cells") if form == "auto" else form
+        if chosen == "operations" and {Kind.B, Kind.I} <= set().union(*map(kinds_in, schedules)):
             # Operations run one after the other here: a full backward as its halves is a third less to compile.
             schedules = [with_split_backward(s) for s in schedules]
         table = concatenate_tables([lower(s, stage_kinds) for s in schedules])
@@ -99,15 +102,45 @@ class Program:
         columns = np.stack([_column(table, name) for name in COLUMNS], axis=-1)
         rows = np.concatenate([columns, index[..., None], ops.active], axis=-1).astype(np.int32)
         rows = rows.reshape(len(schedules), -1, *rows.shape[1:])
-        return cls(fns, placement, table, stage_kinds, distinct, ops, cells, rows, mesh, chosen, policy)
+        most = max(s.num_microbatches for s in schedules)
+        return cls(fns, placement, table, stage_kinds, distinct, ops, cells, rows, mesh, chosen, policy, most)
+
+    def slots(self, params: PipelineParams) -> tuple[PyTree, ...]:
+        """Inside `shard_map`: the parameters that each of a rank's slots works with."""
+        return layout.copies(jax.tree.map(lambda leaf: leaf[0], params.stages), self.placement)
+
+    def initial_state(self, params: PipelineParams, batch: PyTree) -> State:
+        """Inside `shard_map`: one device's buffers before the first tick."""
+        return self._cells(self.slots(params), params.shared, batch).initial_state()
+
+    def cells_alone(self) -> Iterator[tuple[str, Callable[..., State]]]:
+        """What a tick may choose from: name, and `(params, batch, state, row) -> state` inside `shard_map`."""
+        names = self.ops.names
+        chosen = self.cells if self.form == "cells" else np.eye(len(names), dtype=bool)
+        for wanted in chosen:
+            picked = [name for name, present in zip(names, wanted, strict=True) if present]
+
+            def run(
+                params: PipelineParams,
+                batch: PyTree,
+                state: State,
+                row: branch.Row,
+                picked: list[tuple[Any, ...]] = picked,
+            ) -> State:
+                cells = self._cells(self.slots(params), params.shared, batch)
+                for operation in operations(cells, picked):
+                    state = operation(state, row)
+                return state
+
+            if picked:
+                yield " ".join("_".join(map(str, name)) for name in picked), run
 
     def run(
         self, params: PipelineParams, batch: PyTree, rows: jax.Array, stage_specs: PyTree, shared_specs: PyTree
     ) -> tuple[tuple[jax.Array, Aux], PipelineParams]:
         """The body of the `shard_map`: one device's part, with its rows [ticks, 1, columns] of one schedule."""
         placement = self.placement
-        owned = jax.tree.map(lambda leaf: leaf[0], params.stages)
-        cells = self._cells(layout.copies(owned, placement), params.shared, batch)
+        cells = self._cells(self.slots(params), params.shared, batch)
         state = cells.initial_state()
         for segment in self._segments():
             runners = self._runners(cells, segment)
@@ -119,9 +152,11 @@ class Program:
         stage_grads = _psum_missing(layout.fold(state.stage_grads, placement), stage_specs, axes)
         shared_grads = _psum_missing(state.shared_grads, shared_specs, everywhere)
         stats = jax.lax.psum(layout.fold(state.stage_stats, placement), axes)
+        # Never so; but what nobody reads is removed, and then the loops have no order.
+        loss = jnp.where(state.order < 0, jnp.nan, state.loss)
         aux = Aux(jax.tree.map(lambda a: a[None], stats), jax.lax.psum(state.last_stats, everywhere))
         grads = PipelineParams(jax.tree.map(lambda a: a[None], stage_grads), shared_grads)
-        return (jax.lax.psum(state.loss, everywhere), aux), grads
+        return (jax.lax.psum(loss, everywhere), aux), grads
 
     def _cells(self, slots: tuple[PyTree, ...], shared: PyTree, batch: PyTree) -> Cells:
         microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
@@ -132,35 +167,42 @@ class Program:
         return Cells(self.table, splits, slots, shared, batch)
 
     def _segments(self) -> tuple[Segment, ...]:
-        """The table's; but loops gain nothing from them, and would compile each anew. Several schedules share none."""
+        """The table's. A loop for each operation gains nothing from them, and would compile each anew; several
+        schedules share none."""
         segments = self.table.segments
         schedules, ticks = self.rows.shape[:2]
-        if self.form != "loops" and schedules == 1:
+        if self.form == "cells" and schedules == 1:
             return segments
         channels = frozenset().union(*(s.channels for s in segments))
         return (Segment(0, ticks, False, channels),)
 
     def _runners(self, cells: Cells, segment: Segment) -> list[Runner]:
         """What runs a tick of a segment, for each tick of its cycle."""
-        if self.form == "switch" and segment.uniform:
-            cycle = len(segment.patterns)
-            plans = [
-                branch.straight(self.ops.names, self.ops.active[segment.start + i : segment.stop : cycle])
-                for i in range(cycle)
-            ]
-            return [partial(branch.run_straight, p, operations(cells, [s.name for s in p])) for p in plans]
         ops = operations(cells, self.ops.names)
-        return [
-            partial(branch.run_switch, ops, self.cells) if self.form == "switch" else partial(branch.run_loops, ops)
-        ]
+        if self.form == "operations":
+            return [partial(branch.run_operations, ops)]
+        ticks, cycle = slice(segment.start, segment.stop), len(segment.patterns)
+        if segment.uniform:
+            active = self.ops.active[ticks]
+            plans = [branch.straight(self.ops.names, active[i::cycle]) for i in range(cycle)]
+            return [partial(branch.run_straight, p, operations(cells, [s.name for s in p])) for p in plans]
+        present = np.unique(self.rows[:, ticks, :, len(COLUMNS)])
+        return [partial(branch.run_cell, ops, [(int(i), self.cells[i]) for i in present])]
 
     def _block(
         self, runners: Sequence[Runner], channels: frozenset[str], state: State, block: jax.Array
     ) -> tuple[State, None]:
         """Run a cycle of ticks, int32 [ticks, columns]."""
+
+        def whole(run: Runner, tick: branch.Tick, state: State, row: branch.Row) -> State:
+            return self._exchange(run(state, tick._replace(row=row)), row, channels)
+
         for run, values in zip(runners, block, strict=True):
             tick = branch.read_tick(COLUMNS, values)
-            state = self._exchange(run(state, tick), tick.row, channels)
+            if len(runners) == 1:
+                state = whole(run, tick, state, tick.row)
+            else:  # a loop of one trip each, or the next tick's writes would have no order with this one's reads
+                state = branch.run_if(jnp.sign(tick.cell + 1), partial(whole, run, tick), state, tick.row)
         return state, None
 
     def _exchange(self, state: State, row: dict[str, jax.Array], channels: frozenset[str]) -> State:

@@ -65,11 +65,11 @@ def assert_close(got, want):
     np.testing.assert_allclose(np.asarray(got) / scale, np.asarray(want) / scale, rtol=0, atol=TOLERANCE)
 
 
-def check(name, ranks, microbatches, dp=1, ep=1, fns=None, form="loops", **options):
+def check(name, ranks, microbatches, dp=1, ep=1, fns=None, form="operations", **options):
     check_schedule(build(name, num_ranks=ranks, num_microbatches=microbatches, **options), dp, ep, fns, form)
 
 
-def check_schedule(schedule, dp=1, ep=1, fns=None, form="loops"):
+def check_schedule(schedule, dp=1, ep=1, fns=None, form="operations"):
     ranks, microbatches = schedule.placement.num_ranks, schedule.num_microbatches
     fns = fns or StageFns(first, stage, last)
     stages, shared, batch = problem(schedule.placement.num_stages, microbatches)
@@ -88,7 +88,7 @@ def check_schedule(schedule, dp=1, ep=1, fns=None, form="loops"):
     assert [int(r) for r in rows] == [microbatches * ROWS] * schedule.placement.num_stages
 
 
-@pytest.mark.parametrize("form", ["loops", "switch"])
+@pytest.mark.parametrize("form", ["operations", "cells"])
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches"),
     [
@@ -115,7 +115,7 @@ def test_every_other_builder(name):
     """A schedule is data: what builds is run by the same executor."""
     options = {"stages_per_rank": 2} if name in ("interleaved_1f1b", "wave", "auto") else {}
     check(name, 2, 4, **options)
-    check(name, 4, 8, form="loops", slot_rule="steady" if name == "zb_v" else "depth", **options)
+    check(name, 4, 8, form="operations", slot_rule="steady" if name == "zb_v" else "depth", **options)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe", "dualpipe_v"])
@@ -123,7 +123,7 @@ def test_data_axes(name):
     check(name, 2, 4, dp=2, ep=2)
 
 
-@pytest.mark.parametrize("form", ["loops", "switch"])
+@pytest.mark.parametrize("form", ["operations", "cells"])
 def test_different_kinds_of_stage(form):
     check("1f1b", 4, 6, fns=StageFns(first, [wide_stage, stage, wide_stage, stage], last), form=form)
     check("dualpipe", 4, 8, fns=StageFns(first, [wide_stage, stage, stage, stage], last), form=form)
@@ -135,7 +135,7 @@ def test_straight_line_segments():
         schedule = build(name, num_ranks=2, num_microbatches=16, slot_rule="steady")
         patterns = [len(segment.patterns) for segment in lower(schedule).segments if segment.uniform]
         assert cycle in patterns, patterns
-        check(name, 2, 16, form="switch", slot_rule="steady")
+        check(name, 2, 16, form="cells", slot_rule="steady")
 
 
 def test_traced_once():
@@ -214,4 +214,4 @@ def test_ranks_in_different_slots_share_straight_code():
     segments = lower(schedule).segments
     free = [s for s in segments if s.uniform and any(o.slot is None for p in s.patterns for o in p)]
     assert sum(s.stop - s.start for s in free) > 12
-    check_schedule(schedule, form="switch")
+    check_schedule(schedule, form="cells")
