@@ -28,13 +28,19 @@ def stage(params, shared, x, microbatch):
 
 
 def compiled(schedule, layers=3):
+    grad_fn, *args = problem(schedule, layers)
+    return jax.jit(grad_fn).lower(*args).compile()
+
+
+def problem(schedule, layers=3):
+    """(gradient function, params, batch)."""
     placement = schedule.placement
     stages = [{"w": [jnp.full((WIDTH, WIDTH), 0.01)] * layers} for _ in range(placement.num_stages)]
     params = PipelineParams(stack_stages(stages, placement), {})
     batch = {"x": jnp.ones((schedule.num_microbatches, ROWS, WIDTH))}
     fns = StageFns(lambda shared, m: m["x"], stage, lambda shared, y, m: jnp.sum(y * y))
     mesh = make_mesh(placement.num_ranks)
-    return jax.jit(pipeline_value_and_grad(fns, schedule, mesh=mesh)).lower(params, batch).compile()
+    return pipeline_value_and_grad(fns, schedule, mesh=mesh), params, batch
 
 
 def copied_bytes_in_loops(program):
@@ -82,3 +88,17 @@ def test_no_matmul_runs_outside_its_operation():
     assert sum(bool(matmul.search(body)) for body in bodies.values()) >= 3  # forward, input and weight gradient
     assert not matmul.search(ticks[0])
     assert not fused & set(re.findall(r"calls=(%[\w.-]+)", ticks[0]))
+
+
+@pytest.mark.parametrize("form", ["operations", "cells"])
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "dualpipe", "dualpipe_v"])
+def test_memory_is_the_plan(name, form):
+    """Buffers in their planned slots, and what the largest operation (or cell) needs when it is compiled alone."""
+    schedule = build(name, num_ranks=2, num_microbatches=8)
+    _, params, batch = problem(schedule)
+    fns = StageFns(lambda shared, m: m["x"], stage, lambda shared, y, m: jnp.sum(y * y))
+    grad_fn = pipeline_value_and_grad(fns, schedule, mesh=make_mesh(2), form=form)
+    planned = grad_fn.memory_plan(params, batch).total + max(grad_fn.cell_bytes(params, batch).values())
+    analysis = jax.jit(grad_fn).lower(params, batch).compile().memory_analysis()
+    table = 4 * 40 * len(lower(schedule).forward_stage)  # a rank's part of it
+    assert analysis.temp_size_in_bytes <= 1.05 * planned + table
