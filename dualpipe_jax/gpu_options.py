@@ -9,8 +9,6 @@ GPU_OPTIONS: dict[str, tuple[bool | int, str]] = {
         "each waits for the one before although nothing connects them",
     ),
 }
-# Tried, and not better: xla_gpu_enable_analytical_latency_estimator, which cannot price loops, hid 70 to 78% of a
-# steady state's bytes behind matrix products; the default estimator hides 78 to 100% (tests/plan/test_gpu_program.py).
 
 
 def compiler_options(platform: str) -> dict[str, bool | int]:

@@ -16,16 +16,15 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualpipe_jax.executor.cells import Operation, State
-
-Row = dict[str, jax.Array]
+from dualpipe_jax.executor.cells import Operation, Row, State
 
 
 class Tick(NamedTuple):
@@ -47,7 +46,7 @@ def read_tick(columns: Sequence[str], values: jax.Array) -> Tick:
     return Tick(row, jnp.asarray(values[num]), jnp.asarray(values[num + 1 :]))
 
 
-def run_if(flag: jax.Array, operation: Operation, state: State, row: Row) -> State:
+def run_if(flag: jax.Array, operation: Callable[[State, Row], State], state: State, row: Row) -> State:
     """operation(state, row) where the flag (int32) is 1, the state as it is where it is 0."""
 
     def body(trip: jax.Array, state: State) -> State:
@@ -66,26 +65,51 @@ def run_operations(operations: Sequence[Operation], state: State, tick: Tick) ->
     return state
 
 
+class Choice(NamedTuple):
+    """A distinct cell.
+
+    Attributes:
+        number: as in `Tick.cell`. active: bool [operations]. chained: see `run_together`.
+    """
+
+    number: int
+    active: np.ndarray
+    chained: bool
+
+
 def distinct_cells(active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(bool [cells, operations], int32 [ticks, ranks] cell of each entry) of bool [ticks, ranks, operations]."""
     cells, index = np.unique(active.reshape(-1, active.shape[-1]), axis=0, return_inverse=True)
     return cells, index.reshape(active.shape[:2]).astype(np.int32)
 
 
-def run_cell(
-    operations: Sequence[Operation], cells: Sequence[tuple[int, np.ndarray]], state: State, tick: Tick
-) -> State:
-    """Run the operations of the rank's cell. cells: (index, bool [operations]) of those that occur in these ticks."""
-    for index, wanted in cells:
-        chosen = [operation for operation, present in zip(operations, wanted, strict=True) if present]
-
-        def cell(state: State, row: Row, chosen: Sequence[Operation] = chosen) -> State:
-            for operation in chosen:
-                state = operation(state, row)
-            return state
-
+def run_cell(operations: Sequence[Operation], cells: Sequence[Choice], state: State, tick: Tick) -> State:
+    """Run the operations of the rank's cell, one of those that occur in these ticks."""
+    for choice in cells:
+        chosen = [operation for operation, present in zip(operations, choice.active, strict=True) if present]
         if chosen:
-            state = run_if((tick.cell == index).astype(jnp.int32), cell, state, tick.row)
+            cell = partial(run_together, chosen, choice.chained)
+            state = run_if((tick.cell == choice.number).astype(jnp.int32), cell, state, tick.row)
+    return state
+
+
+def run_together(operations: Sequence[Operation], chained: bool, state: State, row: Row) -> State:
+    """Run operations of one cell, in order, but read before anything is written.
+
+    So none waits for another only because both use a buffer: a backward's matmuls may run behind the all-to-all of the
+    forward in the same cell. The values read are copied: one microbatch's, more than the planned slots hold.
+
+    Args:
+        chained: the backward is of what the forward makes in the same cell, and must read it afterwards.
+    """
+    if chained or len(operations) == 1:
+        for operation in operations:
+            state = operation(state, row)
+        return state
+    read = [operation.read(state, row) for operation in operations]
+    read, state = jax.lax.optimization_barrier((read, state))
+    for operation, values in zip(operations, read, strict=True):
+        state = operation.run(state, row, values)
     return state
 
 
@@ -119,8 +143,20 @@ def straight(names: Sequence[tuple[Any, ...]], active: np.ndarray) -> list[Strai
     return plan
 
 
-def run_straight(plan: Sequence[Straight], operations: Sequence[Operation], state: State, tick: Tick) -> State:
-    """Run what all ranks run, and what some run where its flag is 1. operations: of the plan's names."""
-    for (_, flag), operation in zip(plan, operations, strict=True):
-        state = operation(state, tick.row) if flag is None else run_if(tick.flags[flag], operation, state, tick.row)
-    return state
+def run_straight(
+    plan: Sequence[Straight], operations: Sequence[Operation], chained: bool, state: State, tick: Tick
+) -> State:
+    """Run what all ranks run as `run_together` does, and what some run where its flag is 1.
+
+    Args:
+        operations: of the plan's names.
+    """
+    parts = [_where_flagged(o, s.flag, tick.flags) for s, o in zip(plan, operations, strict=True)]
+    return run_together(parts, chained, state, tick.row)
+
+
+def _where_flagged(operation: Operation, flag: int | None, flags: jax.Array) -> Operation:
+    """The operation; or one that runs it, and all that it reads, only where its flag is 1."""
+    if flag is None:
+        return operation
+    return Operation(lambda state, row: (), lambda state, row, _: run_if(flags[flag], operation, state, row))

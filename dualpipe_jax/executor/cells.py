@@ -66,7 +66,23 @@ class State(NamedTuple):
     order: jax.Array
 
 
-Operation = Callable[[State, dict[str, jax.Array]], State]
+Row = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One part of a cell: `run(state, row, read(state, row))` is the state after it.
+
+    Attributes:
+        read: what it takes out of the buffers that others may write to in the same tick.
+        run: the rest.
+    """
+
+    read: Callable[[State, Row], Any]
+    run: Callable[[State, Row, Any], State]
+
+    def __call__(self, state: State, row: Row) -> State:
+        return self.run(state, row, self.read(state, row))
 
 
 @dataclass(frozen=True)
@@ -110,12 +126,12 @@ class Cells:
 
     # ---------------------------------------------------------------- operations
 
-    def first(self, state: State, row: dict[str, jax.Array]) -> State:
+    def first(self, state: State, row: Row) -> State:
         x, _, _ = self.splits.first.forward(self.shared, None, self._microbatch(row["forward_microbatch"]))
         scratch = jnp.int32(self.table.num_activation_slots)
         return state._replace(activations=buffers.write(state.activations, scratch, x))
 
-    def forward(self, kind: int, slot: Slot, state: State, row: dict[str, jax.Array]) -> State:
+    def forward(self, kind: int, slot: Slot, state: State, row: Row) -> State:
         split, place = self.splits.stages[kind], row["forward_slot"] if slot is None else slot
         x = buffers.read(state.activations, row["forward_input"])
         params = (_select(self.stage_params, place), self.shared)
@@ -129,7 +145,7 @@ class Cells:
             sent_activation=y,
         )
 
-    def last(self, state: State, row: dict[str, jax.Array]) -> State:
+    def last(self, state: State, row: Row) -> State:
         split, microbatch = self.splits.last, self._microbatch(row["forward_microbatch"])
         loss, stats, kept = split.forward(self.shared, state.sent_activation, microbatch)
         dy, cut = split.backward_input(self.shared, kept, jnp.float32(1), microbatch)
@@ -141,29 +157,35 @@ class Cells:
             last_stats=buffers.accumulate(state.last_stats, stats),
         )
 
-    def backward(self, kind: int, slot: Slot, full: bool, state: State, row: dict[str, jax.Array]) -> State:
-        split, microbatch = self.splits.stages[kind], self._microbatch(row["backward_microbatch"])
-        place = row["backward_slot"] if slot is None else slot
-        params = (_select(self.stage_params, place), self.shared)
+    def read_backward(self, kind: int, state: State, row: Row) -> tuple[PyTree, Residuals]:
+        """The output's gradient, and what the forward kept."""
         dy = buffers.read(state.gradients, row["backward_output_gradient"])
-        kept = Residuals(
+        return dy, Residuals(
             buffers.read(state.residual[kind], row["backward_residual"]),
             buffers.read(state.weight_residual[kind], row["backward_weight_residual"]),
         )
+
+    def backward(
+        self, kind: int, slot: Slot, full: bool, state: State, row: Row, values: tuple[PyTree, Residuals]
+    ) -> State:
+        split, microbatch = self.splits.stages[kind], self._microbatch(row["backward_microbatch"])
+        place = row["backward_slot"] if slot is None else slot
+        params = (_select(self.stage_params, place), self.shared)
+        dy, kept = values
         dx, cut = split.backward_input(params, kept, (dy, jnp.float32(1)), microbatch)
         state = state._replace(gradients=buffers.write(state.gradients, row["backward_local"], dx), sent_gradient=dx)
         if full:
             return self._add_grads(state, place, split.backward_weight(params, kept.weight, cut, microbatch))
         return state._replace(cut=_write_at(state.cut, kind, row["backward_cut"], cut))
 
-    def first_backward(self, state: State, row: dict[str, jax.Array]) -> State:
+    def first_backward(self, state: State, row: Row) -> State:
         split, microbatch = self.splits.first, self._microbatch(row["backward_microbatch"])
         _, _, kept = split.forward(self.shared, None, microbatch)
         _, cut = split.backward_input(self.shared, kept, state.sent_gradient, microbatch)
         grads = split.backward_weight(self.shared, kept.weight, cut, microbatch)
         return state._replace(shared_grads=buffers.accumulate(state.shared_grads, grads))
 
-    def weight(self, kind: int, slot: Slot, state: State, row: dict[str, jax.Array]) -> State:
+    def weight(self, kind: int, slot: Slot, state: State, row: Row) -> State:
         split, place = self.splits.stages[kind], row["weight_slot"] if slot is None else slot
         params = (_select(self.stage_params, place), self.shared)
         kept = buffers.read(state.weight_residual[kind], row["weight_residual"])
@@ -254,23 +276,27 @@ def operations(cells: Cells, names: Sequence[tuple[Any, ...]]) -> list[Operation
 
 
 def _operation(cells: Cells, name: str, *key: Any) -> Operation:
-    function = _function(cells, name, *key)
+    read, function = _functions(cells, name, *key)
 
-    def run(state: State, row: dict[str, jax.Array]) -> State:
+    def run(state: State, row: Row, values: Any) -> State:
         with jax.named_scope("_".join(map(str, (name, *key)))):
-            return function(state, row)
+            return function(state, row, *values)
 
-    return run
+    return Operation(read, run)
 
 
-def _function(cells: Cells, name: str, kind: int = 0, slot: Slot = 0) -> Operation:
-    functions: dict[str, Operation] = {
+def _functions(
+    cells: Cells, name: str, kind: int = 0, slot: Slot = 0
+) -> tuple[Callable[..., Any], Callable[..., State]]:
+    if name in ("backward", "backward_input"):
+        read = partial(cells.read_backward, kind)
+        run = partial(cells.backward, kind, slot, name == "backward")
+        return lambda state, row: (read(state, row),), run
+    functions: dict[str, Callable[..., State]] = {
         "first": cells.first,
         "forward": partial(cells.forward, kind, slot),
         "last": cells.last,
-        "backward": partial(cells.backward, kind, slot, True),
-        "backward_input": partial(cells.backward, kind, slot, False),
         "first_backward": cells.first_backward,
         "backward_weight": partial(cells.weight, kind, slot),
     }
-    return functions[name]
+    return lambda state, row: (), functions[name]

@@ -22,6 +22,7 @@ from dualpipe_jax.executor.cells import (
     COLUMNS,
     Cells,
     OperationTable,
+    Row,
     State,
     operation_table,
     operations,
@@ -70,6 +71,8 @@ class Program:
         stage_kinds: the kind of each stage. distinct: the stage function of each kind.
         ops: which operations there are, and where. cells: the distinct sets of them.
         rows: int32 [schedules, ticks, ranks, columns]: what a rank reads in a tick.
+        chained: bool [ticks of all schedules, ranks]: in the same tick the rank runs a forward, and then the backward
+            of what it made.
         form: "operations" or "cells", see `branch`.
         num_microbatches: the most of any schedule.
     """
@@ -82,6 +85,7 @@ class Program:
     ops: OperationTable
     cells: np.ndarray
     rows: np.ndarray
+    chained: np.ndarray
     mesh: Mesh
     form: str
     policy: Policy
@@ -102,8 +106,10 @@ class Program:
         columns = np.stack([_column(table, name) for name in COLUMNS], axis=-1)
         rows = np.concatenate([columns, index[..., None], ops.active], axis=-1).astype(np.int32)
         rows = rows.reshape(len(schedules), -1, *rows.shape[1:])
+        same = (table.forward_stage == table.backward_stage) & (table.forward_microbatch == table.backward_microbatch)
+        chained = same & (table.forward_stage >= 0)
         most = max(s.num_microbatches for s in schedules)
-        return cls(fns, placement, table, stage_kinds, distinct, ops, cells, rows, mesh, chosen, policy, most)
+        return cls(fns, placement, table, stage_kinds, distinct, ops, cells, rows, chained, mesh, chosen, policy, most)
 
     def slots(self, params: PipelineParams) -> tuple[PyTree, ...]:
         """Inside `shard_map`: the parameters that each of a rank's slots works with."""
@@ -117,20 +123,20 @@ class Program:
         """What a tick may choose from: name, and `(params, batch, state, row) -> state` inside `shard_map`."""
         names = self.ops.names
         chosen = self.cells if self.form == "cells" else np.eye(len(names), dtype=bool)
-        for wanted in chosen:
+        for i, wanted in enumerate(chosen):
+            chained = self.form == "operations" or self._is_chained(i)
             picked = [name for name, present in zip(names, wanted, strict=True) if present]
 
             def run(
                 params: PipelineParams,
                 batch: PyTree,
                 state: State,
-                row: branch.Row,
+                row: Row,
                 picked: list[tuple[Any, ...]] = picked,
+                chained: bool = chained,
             ) -> State:
                 cells = self._cells(self.slots(params), params.shared, batch)
-                for operation in operations(cells, picked):
-                    state = operation(state, row)
-                return state
+                return branch.run_together(operations(cells, picked), chained, state, row)
 
             if picked:
                 yield " ".join("_".join(map(str, name)) for name in picked), run
@@ -185,16 +191,22 @@ class Program:
         if segment.uniform:
             active = self.ops.active[ticks]
             plans = [branch.straight(self.ops.names, active[i::cycle]) for i in range(cycle)]
-            return [partial(branch.run_straight, p, operations(cells, [s.name for s in p])) for p in plans]
-        present = np.unique(self.rows[:, ticks, :, len(COLUMNS)])
-        return [partial(branch.run_cell, ops, [(int(i), self.cells[i]) for i in present])]
+            chained = bool(self.chained[ticks].any())
+            return [partial(branch.run_straight, p, operations(cells, [s.name for s in p]), chained) for p in plans]
+        index = self.rows[:, ticks, :, len(COLUMNS)]
+        chosen = [branch.Choice(int(i), self.cells[i], self._is_chained(i)) for i in np.unique(index)]
+        return [partial(branch.run_cell, ops, chosen)]
+
+    def _is_chained(self, cell: int) -> bool:
+        """Does any rank in any tick run this cell with a backward of what its forward makes?"""
+        return bool(self.chained[self.rows[..., len(COLUMNS)].reshape(self.chained.shape) == cell].any())
 
     def _block(
         self, runners: Sequence[Runner], channels: frozenset[str], state: State, block: jax.Array
     ) -> tuple[State, None]:
         """Run a cycle of ticks, int32 [ticks, columns]."""
 
-        def whole(run: Runner, tick: branch.Tick, state: State, row: branch.Row) -> State:
+        def whole(run: Runner, tick: branch.Tick, state: State, row: Row) -> State:
             return self._exchange(run(state, tick._replace(row=row)), row, channels)
 
         for run, values in zip(runners, block, strict=True):

@@ -15,7 +15,7 @@ from dualpipe_jax.gpu_options import compiler_options
 from dualpipe_jax.model.model import Model, expert_specs
 from dualpipe_jax.model.partition import partition, to_pipeline
 from dualpipe_jax.plan.hlo import Program
-from dualpipe_jax.plan.overlap import Transfer, steady_bodies, transfers
+from dualpipe_jax.plan.overlap import Transfer, exposed, steady_bodies, transfers
 from dualpipe_jax.plan.topology import Topology, can_compile, compile_only_devices
 from dualpipe_jax.schedule import MOE_COSTS, Memory, Placement, search
 from dualpipe_jax.train_step import cast_for_compute
@@ -40,10 +40,13 @@ MODEL = ModelConfig(
 
 @pytest.fixture(autouse=True)
 def _as_users_compile():
-    """Tests are compiled with few optimizations, and with a strictness under which JAX's bfloat16 attention fails."""
+    """Tests are compiled with few optimizations, and with a strictness under which JAX's bfloat16 attention fails; and
+    from the persistent cache, from which programs for devices that are not here cannot be read."""
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_enable_compilation_cache", False)
     with jax.numpy_dtype_promotion("standard"):
         yield
+    jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_disable_most_optimizations", True)
 
 
@@ -107,13 +110,10 @@ def steady_transfers(name) -> list[Transfer]:
 
 @pytest.mark.parametrize("name", ["dualpipe", "auto"])
 def test_the_steady_state_hides_its_messages(name):
-    """All are asynchronous with work behind them; for three quarters of the bytes it multiplies matrices."""
+    """Behind every all-to-all and every message to a neighbour there are matrix products."""
     found = steady_transfers(name)
     assert {t.kind for t in found} >= {"all-to-all", "collective-permute"}
-    assert all(t.matmuls is not None for t in found)
-    assert all(t.matmuls + t.others for t in found), found
-    hidden = sum(t.bytes for t in found if t.matmuls)
-    assert hidden >= 0.75 * sum(t.bytes for t in found), found
+    assert not exposed(found)
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "auto"])
@@ -133,7 +133,7 @@ def test_no_buffer_is_copied(name):
 
 @pytest.mark.parametrize("name", ["dualpipe", "auto"])
 def test_memory_is_the_plan(name):
-    """Buffers in their planned slots, and what the largest cell needs."""
+    """Buffers in their planned slots, and what the largest cell needs, a copy of what it reads included."""
     grad_fn, arguments, executable, _ = compiled(name)
     planned = grad_fn.memory_plan(*arguments).total + max(grad_fn.cell_bytes(*arguments).values())
     assert executable.memory_analysis().temp_size_in_bytes <= 1.05 * planned
