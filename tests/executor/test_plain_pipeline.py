@@ -17,7 +17,7 @@ from dualpipe_jax import (
     stack_stages,
     unstack_stages,
 )
-from dualpipe_jax.schedule import MOE_COSTS, Memory, Placement, lower, search
+from dualpipe_jax.schedule import MOE_COSTS, Action, Kind, Memory, Placement, Schedule, lower, search
 
 # float32: sums over microbatches and shards in another order.
 TOLERANCE = 1e-5
@@ -215,3 +215,10 @@ def test_ranks_in_different_slots_share_straight_code():
     free = [s for s in segments if s.uniform and any(o.slot is None for p in s.patterns for o in p)]
     assert sum(s.stop - s.start for s in free) > 12
     check_schedule(schedule, form="cells")
+
+
+def test_a_cell_may_hold_a_forward_and_its_own_backward():
+    """Cells read before they write, but not what they make themselves."""
+    placement = Placement("loop", 1, 1)
+    cells = tuple((Action(Kind.F, 0, 0, m), Action(Kind.B, 0, 0, m)) for m in range(3))
+    check_schedule(Schedule("chained", placement, 3, (cells,)), form="cells")
