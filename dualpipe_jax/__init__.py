@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dualpipe_jax.dropout import dropout_key, dropout_leaves
     from dualpipe_jax.executor import (
         Aux,
         LastOutput,
@@ -45,6 +46,7 @@ _HOME = {
     "dualpipe_jax.split_vjp": ("split_vjp",),
     "dualpipe_jax.split_report": ("split_report",),
     "dualpipe_jax.hand_written": ("hand_written",),
+    "dualpipe_jax.dropout": ("dropout_key", "dropout_leaves"),
     "dualpipe_jax.reference": ("reference_value_and_grad",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -64,6 +66,8 @@ __all__ = [
     "split_vjp",
     "split_report",
     "hand_written",
+    "dropout_key",
+    "dropout_leaves",
     "reference_value_and_grad",
 ]
 

@@ -26,14 +26,19 @@ def reference_value_and_grad(
 
     Returns:
         `((loss, (statistics of each stage, of the last function)), (gradients by stage, shared gradients))`; loss and
-        statistics are sums over microbatches.
+        statistics are sums over microbatches. Integer leaves have gradient 0, float32.
     """
-
-    def loss(params: tuple[list[PyTree], PyTree], microbatch: PyTree) -> tuple[jax.Array, PyTree]:
-        return _microbatch_loss(fns, *params, microbatch)
-
-    gradient = jax.value_and_grad(loss, has_aux=True)
     params = (list(stages), shared)
+    is_weight = jax.tree.map(lambda p: jnp.issubdtype(jnp.result_type(p), jnp.inexact), params)
+
+    def loss(weights: PyTree, microbatch: PyTree) -> tuple[jax.Array, PyTree]:
+        stages, shared = jax.tree.map(lambda p, w, trained: w if trained else p, params, weights, is_weight)
+        return _microbatch_loss(fns, stages, shared, microbatch)
+
+    def gradient(params: PyTree, microbatch: PyTree) -> Any:
+        weights = jax.tree.map(lambda p, trained: p if trained else jnp.zeros(jnp.shape(p)), params, is_weight)
+        return jax.value_and_grad(loss, has_aux=True)(weights, microbatch)
+
     shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda a: a[0], batch))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.scan(lambda sum_, m: (jax.tree.map(jnp.add, sum_, gradient(params, m)), None), zeros, batch)[0]

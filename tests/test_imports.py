@@ -26,6 +26,7 @@ RULES = {
         *ARRAYS, "dualpipe_jax.cut", "dualpipe_jax.jaxprs", "dualpipe_jax.residuals", "dualpipe_jax.split_loops",
     },
     "dualpipe_jax/hand_written.py": {"jax"},
+    "dualpipe_jax/dropout.py": ARRAYS,
     "dualpipe_jax/executor/**/*.py": {
         *ARRAYS, "dualpipe_jax.executor", "dualpipe_jax.jaxprs", "dualpipe_jax.residuals", "dualpipe_jax.schedule",
         "dualpipe_jax.split_vjp",

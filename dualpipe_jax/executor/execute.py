@@ -14,8 +14,9 @@ from dualpipe_jax import residuals
 from dualpipe_jax.executor import buffers
 from dualpipe_jax.executor.cells import COLUMNS, State
 from dualpipe_jax.executor.memory import MemoryPlan
-from dualpipe_jax.executor.mesh import PIPELINE_AXIS, data_axes
+from dualpipe_jax.executor.mesh import PIPELINE_AXIS
 from dualpipe_jax.executor.program import Aux, Form, PipelineParams, Program
+from dualpipe_jax.executor.specs import Specs, batch_specs, check_batch, check_no_typed_keys
 from dualpipe_jax.executor.stages import StageFns
 from dualpipe_jax.residuals import Policy
 from dualpipe_jax.schedule import Schedule
@@ -24,40 +25,25 @@ PyTree = Any
 _REPLICATED = PartitionSpec()
 
 
-class _Specs:
-    """A prefix pytree of `PartitionSpec`s, spread over the leaves that it governs."""
-
-    def __init__(self, specs: PyTree) -> None:
-        self.specs = specs
-
-    def full(self, tree: PyTree) -> PyTree:
-        is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
-        return jax.tree.map(lambda s, t: jax.tree.map(lambda _: s, t), self.specs, tree, is_leaf=is_spec)
-
-    def prefixed(self, tree: PyTree, axis: str) -> PyTree:
-        return jax.tree.map(
-            lambda s: PartitionSpec(axis, *s), self.full(tree), is_leaf=lambda s: isinstance(s, PartitionSpec)
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class GradFn:
     """What `pipeline_value_and_grad` returns: `grad_fn(params, batch) -> ((loss, aux), grads)`, for `jax.jit`."""
 
     program: Program
-    stage_specs: _Specs
-    shared_specs: _Specs
-    rows: PartitionSpec
+    stage_specs: Specs
+    shared_specs: Specs
+    batch_spec: PyTree
 
     def __call__(
         self, params: PipelineParams, batch: PyTree, which: jax.Array | int = 0
     ) -> tuple[tuple[jax.Array, Aux], PipelineParams]:
-        _check_batch(batch, self.program.num_microbatches)
+        check_no_typed_keys({"params": params, "batch": batch})
+        check_batch(batch, self.program.num_microbatches)
         specs, owned = self._param_specs(params), PartitionSpec(PIPELINE_AXIS)
         run = jax.shard_map(
             lambda params, batch, rows: self.program.run(params, batch, rows, specs.stages, specs.shared),
             mesh=self.program.mesh,
-            in_specs=(specs, self.rows, PartitionSpec(None, PIPELINE_AXIS)),
+            in_specs=(specs, self._batch_specs(batch), PartitionSpec(None, PIPELINE_AXIS)),
             out_specs=((_REPLICATED, Aux(owned, _REPLICATED)), specs),  # type: ignore[arg-type]
             check_vma=False,
         )
@@ -65,12 +51,12 @@ class GradFn:
 
     def state_shapes(self, params: PipelineParams, batch: PyTree) -> State:
         """Shapes of what a device keeps from tick to tick. Arguments as of a call, arrays or shapes."""
-        return jax.eval_shape(self._on_a_device(self.program.initial_state, params, extra=0), params, batch)
+        return jax.eval_shape(self._on_a_device(self.program.initial_state, params, batch), params, batch)
 
     def memory_plan(self, params: PipelineParams, batch: PyTree) -> MemoryPlan:
         """Bytes of what a device keeps from tick to tick; nothing is compiled."""
         one_way = self.program.placement.num_directions == 1
-        slots = jax.eval_shape(self._on_a_device(lambda p, _: self.program.slots(p), params, extra=0), params, batch)
+        slots = jax.eval_shape(self._on_a_device(lambda p, _: self.program.slots(p), params, batch), params, batch)
         return MemoryPlan.of(self.state_shapes(params, batch), copies=() if one_way else slots)
 
     def cell_bytes(self, params: PipelineParams, batch: PyTree) -> dict[str, int]:
@@ -82,7 +68,7 @@ class GradFn:
         row = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in COLUMNS}
         found = {}
         for name, run in self.program.cells_alone():
-            alone = jax.jit(self._on_a_device(run, params, extra=2), donate_argnums=2)
+            alone = jax.jit(self._on_a_device(run, params, batch, extra=2), donate_argnums=2)
             device = jax.tree.map(self._replicated, (state, row))
             analysis: Any = alone.lower(params, batch, *device).compile().memory_analysis()
             found[name] = analysis.temp_size_in_bytes
@@ -92,15 +78,20 @@ class GradFn:
         whole = NamedSharding(self.program.mesh, _REPLICATED)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole)
 
-    def _on_a_device(self, run: Callable[..., Any], params: PipelineParams, extra: int) -> Callable[..., Any]:
+    def _on_a_device(
+        self, run: Callable[..., Any], params: PipelineParams, batch: PyTree, extra: int = 0
+    ) -> Callable[..., Any]:
         """run(params, batch, ...) of one device's parts; what comes after the batch, and the result, is of a device."""
         return jax.shard_map(
             run,
             mesh=self.program.mesh,
-            in_specs=(self._param_specs(params), self.rows, *[_REPLICATED] * extra),
+            in_specs=(self._param_specs(params), self._batch_specs(batch), *[_REPLICATED] * extra),
             out_specs=_REPLICATED,  # so that the shapes of the whole are those of a part
             check_vma=False,
         )
+
+    def _batch_specs(self, batch: PyTree) -> PyTree:
+        return batch_specs(batch, self.program.mesh, self.batch_spec)
 
     def _param_specs(self, params: PipelineParams) -> PipelineParams:
         stages = tuple(self.stage_specs.prefixed(tree, PIPELINE_AXIS) for tree in params.stages)
@@ -114,7 +105,7 @@ def pipeline_value_and_grad(
     mesh: Mesh,
     stage_specs: PyTree = _REPLICATED,
     shared_specs: PyTree = _REPLICATED,
-    batch_spec: PartitionSpec | None = None,
+    batch_spec: PyTree = None,
     form: Form = "auto",
     policy: Policy = residuals.DEFAULT,
 ) -> GradFn:
@@ -133,19 +124,23 @@ def pipeline_value_and_grad(
             experts over "ep". Default: replicated. Gradients are summed over the data axes that a leaf's spec does
             not name.
         shared_specs: the same for the shared parameters.
-        batch_spec: of the batch's leaves; default (None, data axes): dim 0 is the microbatch, dim 1 its rows.
+        batch_spec: `PartitionSpec` of the batch's leaves, or a prefix pytree of them. Default: dim 0 is the microbatch,
+            dim 1 its rows, split over the data axes; leaves of one dim hold a value for each microbatch (its number,
+            a step, a key for `dropout_key`), which all shards get.
         form: how a rank gets to its cell, see `branch`; "auto" takes "operations" on CPU and "cells" elsewhere.
         policy: what stages keep for their backward and what they compute again, see `residuals.Policy`.
 
     Returns:
         `grad_fn(params: PipelineParams, batch) -> ((loss, aux), grads)`, to be called under `jax.jit`. Batch leaves
-        are [num_microbatches, rows, ...]; loss is float32; grads are float32, in the arrangement of params. With
-        several schedules `grad_fn(params, batch, which)`: which one to run, an int32 scalar that may be traced; the
-        batch has room for the most microbatches of any, and what the schedule does not use is never read.
+        are [num_microbatches, rows, ...] or [num_microbatches]; loss is float32; grads are float32, in the arrangement
+        of params (0 for integer leaves, such as the number of a layer). With several schedules
+        `grad_fn(params, batch, which)`: which one to run, an int32 scalar that may be traced; the batch has room for
+        the most microbatches of any, and what the schedule does not use is never read.
         `grad_fn.memory_plan(params, batch)` tells what a device keeps meanwhile.
 
     Raises:
-        ValueError: mesh, batch or functions do not fit the schedule.
+        ValueError: mesh, batch or functions do not fit the schedule; or a schedule would not compute every gradient
+            once (`ScheduleError`, the cells at fault marked). All is said before anything is compiled.
 
     References:
         DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.2.1 (DualPipe).
@@ -154,8 +149,7 @@ def pipeline_value_and_grad(
     _check_schedules(schedules)
     _check_mesh(mesh, schedules[0])
     program = Program.build(fns, schedules, mesh, form, policy)
-    rows = PartitionSpec(None, data_axes(mesh)) if batch_spec is None else batch_spec
-    return GradFn(program, _Specs(stage_specs), _Specs(shared_specs), rows)
+    return GradFn(program, Specs(stage_specs), Specs(shared_specs), batch_spec)
 
 
 def _check_schedules(schedules: Sequence[Schedule]) -> None:
@@ -175,12 +169,3 @@ def _check_mesh(mesh: Mesh, schedule: Schedule) -> None:
         raise ValueError(
             f'{schedule.name} runs on {ranks} ranks: the mesh needs an axis "pp" of that size, has {mesh.shape}'
         )
-
-
-def _check_batch(batch: PyTree, num_microbatches: int) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if leaf.ndim < 2 or leaf.shape[0] != num_microbatches:
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {leaf.shape}; dim 0 must be the schedule's "
-                f"{num_microbatches} microbatches, dim 1 the rows of each"
-            )
