@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         unstack_stages,
     )
     from dualpipe_jax.hand_written import hand_written
+    from dualpipe_jax.non_finite import find_non_finite
     from dualpipe_jax.reference import reference_value_and_grad
     from dualpipe_jax.schedule import build, simulate
     from dualpipe_jax.split_report import split_report
@@ -47,6 +48,7 @@ _HOME = {
     "dualpipe_jax.split_report": ("split_report",),
     "dualpipe_jax.hand_written": ("hand_written",),
     "dualpipe_jax.dropout": ("dropout_key", "dropout_leaves"),
+    "dualpipe_jax.non_finite": ("find_non_finite",),
     "dualpipe_jax.reference": ("reference_value_and_grad",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -68,6 +70,7 @@ __all__ = [
     "hand_written",
     "dropout_key",
     "dropout_leaves",
+    "find_non_finite",
     "reference_value_and_grad",
 ]
 

@@ -58,7 +58,8 @@ def train(config: Config) -> Result:
     Raises:
         ConfigError: there is no such text, or too little of it; or the run folder has checkpoints that the
             configuration says not to resume from. Nothing has been changed then.
-        NonFiniteError: loss or gradients were not finite in `MAX_NON_FINITE` steps in a row.
+        NonFiniteError: loss or gradients were not finite in `MAX_NON_FINITE` steps in a row; says on which rank, in
+            which stage and microbatch, and which parameters are not.
         CheckpointError: a checkpoint could not be written.
     """
     return _Run(config).run()
@@ -138,12 +139,14 @@ class _Run:
         first_step_seconds, skipped = 0.0, 0
         for step in range(first, last + 1):
             began = time.perf_counter()
-            state, measured = self.trainer.step(state, self._next_batch())
+            batch = self._next_batch()
+            state, measured = self.trainer.step(state, batch)
             line = self._line(jax.device_get(measured), time.perf_counter() - began)
             if step == first:
                 first_step_seconds = time.perf_counter() - self.began
             writer.write(step, line)
-            skipped = self._count_skipped(step, skipped, line, display)
+            where = self._where_not_finite(state, batch) if line["skipped"] else ""
+            skipped = self._count_skipped(step, skipped, where, display)
             display.update(step, line)
             history.append({"step": step, **line})
             if c.checkpoint.every and (step == last or step % c.checkpoint.every == 0):
@@ -168,14 +171,22 @@ class _Run:
             "skipped": int(not measured.finite),
         }
 
-    def _count_skipped(self, step: int, before: int, line: dict[str, float], display: Display) -> int:
-        if not line["skipped"]:
+    def _where_not_finite(self, state: TrainState, batch: PyTree) -> str:
+        """In words. Every process takes part: whether a step was skipped is known to all alike."""
+        found = self.trainer.find_non_finite(state, batch)
+        return str(found) if found else "each microbatch alone is finite, a sum over them or the norm overflows"
+
+    def _count_skipped(self, step: int, before: int, where: str, display: Display) -> int:
+        """Skipped steps in a row; where: what is known of this one, empty if it is finite."""
+        if not where:
             return 0
-        display.note(f"step {step}: loss or gradients are not finite; parameters and moments stay as they were")
+        display.note(
+            f"step {step}: loss or gradients are not finite, {where}; parameters and moments stay as they were"
+        )
         if before + 1 == MAX_NON_FINITE:
             raise NonFiniteError(
-                f"loss or gradients were not finite in {MAX_NON_FINITE} steps in a row, the last of them {step}; "
-                f"the checkpoints in {self.run_dir / 'checkpoints'} hold the last good state"
+                f"loss or gradients were not finite in {MAX_NON_FINITE} steps in a row, the last of them {step}: "
+                f"{where}; the checkpoints in {self.run_dir / 'checkpoints'} hold the last good state"
             )
         return before + 1
 

@@ -14,9 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.config import Config
 from dualpipe_jax.executor import PIPELINE_AXIS, PipelineParams, data_axes, make_mesh, pipeline_value_and_grad
+from dualpipe_jax.executor.specs import Specs
 from dualpipe_jax.gpu_options import compiler_options
 from dualpipe_jax.model.model import Model, expert_specs, with_weights
 from dualpipe_jax.model.partition import StageLayers, from_pipeline, partition, to_pipeline
+from dualpipe_jax.non_finite import NonFinite, Walk
 from dualpipe_jax.optimizer import apply_gradients, learning_rate_schedule, make_optimizer, names_of, zero1_shardings
 from dualpipe_jax.schedule import Schedule, build
 from dualpipe_jax.schedule.placement import SlotRule
@@ -200,6 +202,27 @@ class Trainer:
             dropped += aux.last["mtp"]["dropped"] if "mtp" in aux.last else 0
         entropy = aux.last["cross_entropy"]
         return StepMetrics(loss, entropy, grad_norm, jnp.asarray(rate, jnp.float32), load, dropped, finite)
+
+    # ---------------------------------------------------------------- not finite
+
+    def find_non_finite(self, state: TrainState, batch: PyTree) -> NonFinite | None:
+        """Where the step that was skipped, from `state` (it changed no parameter) and `batch`, was not finite.
+
+        All processes call it; see `dualpipe_jax.find_non_finite`.
+        """
+        return self._walk.find(self._compute_params(state.params), jax.jit(with_weights)(batch))
+
+    @cached_property
+    def _walk(self) -> Walk:
+        stage, shared = (expert_specs(tree) for tree in (self.param_shapes.stages[0], self.param_shapes.shared))
+        return Walk(self.model.stage_fns(self.stages), self.schedule, self.mesh, Specs(stage), Specs(shared))
+
+    @cached_property
+    def _compute_params(self) -> Callable[[PipelineParams], PipelineParams]:
+        """Compiled: the parameters as a step computes with them, gathered over the data axes once."""
+        is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
+        shardings = jax.tree.map(lambda s: NamedSharding(self.mesh, s), self.compute_specs, is_leaf=is_spec)
+        return jax.jit(lambda p: cast_for_compute(p, jnp.dtype(self.config.train.dtype)), out_shardings=shardings)
 
     # ---------------------------------------------------------------- canonical form
 

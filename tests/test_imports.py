@@ -27,6 +27,7 @@ RULES = {
     },
     "dualpipe_jax/hand_written.py": {"jax"},
     "dualpipe_jax/dropout.py": ARRAYS,
+    "dualpipe_jax/non_finite.py": {*ARRAYS, "dualpipe_jax.executor", "dualpipe_jax.schedule"},
     "dualpipe_jax/executor/**/*.py": {
         *ARRAYS, "dualpipe_jax.executor", "dualpipe_jax.jaxprs", "dualpipe_jax.residuals", "dualpipe_jax.schedule",
         "dualpipe_jax.split_vjp",

@@ -1,6 +1,7 @@
 """A run of two processes is the run of one; when one dies, all end."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,3 +99,19 @@ def children_of(pid):
 def process_id(pid):
     settings = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return next(int(s.split(b"=")[1]) for s in settings if s.startswith(b"JAX_PROCESS_ID="))
+
+
+def test_two_processes_find_the_same_value_that_is_not_finite(tmp_path, text_file):
+    """A learning rate at which parameters overflow; all processes look for it together, and all end."""
+    arguments = ("--train.steps", "9", "--optimizer.learning-rate", "1e30", "--optimizer.warmup-steps", "1")
+    done = subprocess.run(
+        command(2, tmp_path / "run", text_file, *arguments),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode != 0
+    found = r"NonFiniteError: .* in 3 steps in a row, .*: first in the backward of .* \(rank \d\) for microbatch 0"
+    assert re.search(found, done.stdout + done.stderr), done.stdout + done.stderr

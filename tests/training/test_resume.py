@@ -107,7 +107,9 @@ def test_three_steps_that_are_not_finite_stop_the_run(tmp_path, text_file):
     state.params.shared["embedding"]["table"] = jax.device_put(table.at[97].set(np.nan), table.sharding)
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
         save(trainer, checkpoints, 2, state, host)
-    with pytest.raises(NonFiniteError, match="3 steps in a row, the last of them 5"):
+    where = r"first in the forward of the first function \(rank \d\) for microbatch \d.*"
+    where += r"not finite to begin with: shared\['embedding'\]\['table'\]"
+    with pytest.raises(NonFiniteError, match=f"3 steps in a row, the last of them 5: .*{where}"):
         train(tiny_run.run_config(tiny_run.config(), tmp_path, text_file))
     lines = read_metrics(tmp_path)
     assert [(line["step"], line["skipped"]) for line in lines[-3:]] == [(3, 1), (4, 1), (5, 1)]

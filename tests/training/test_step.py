@@ -151,7 +151,11 @@ def test_nan_from_one_microbatch_is_skipped(piped):
     bad = tiny_run.batch()
     bad["tokens"][2, 0, 3] = 300  # beyond the table: its embedding is NaN
     state, _ = steps(piped, tiny_run.batch())
-    state, metrics = piped.step(assert_skipped(piped, state, bad), tiny_run.put(piped, tiny_run.batch(4, 1)))
+    state = assert_skipped(piped, state, bad)
+    found = piped.find_non_finite(state, tiny_run.put(piped, bad))
+    assert (found.phase, found.piece, found.rank, found.microbatch) == ("forward", "first", 1, 2)  # direction 1
+    assert (found.parameters, found.batch) == ((), ())
+    state, metrics = piped.step(state, tiny_run.put(piped, tiny_run.batch(4, 1)))
     want, wanted = steps(piped, tiny_run.batch(), tiny_run.batch(4, 1))
     assert tiny_run.differing((state.params, state.optimizer), (want.params, want.optimizer)) == []
     assert metrics.learning_rate == wanted[-1].learning_rate, "the rate that was applied"
@@ -163,7 +167,26 @@ def test_nan_in_a_middle_layer_is_skipped(piped):
     (stage,) = state.params.stages
     weight = stage["layers"][0]["attention"]["out"]
     stage["layers"][0]["attention"]["out"] = jax.device_put(weight.at[1, 0, 0].set(np.inf), weight.sharding)
-    assert_skipped(piped, state, tiny_run.batch())
+    state = assert_skipped(piped, state, tiny_run.batch())
+    found = piped.find_non_finite(state, tiny_run.put(piped, tiny_run.batch()))
+    assert (found.phase, found.piece, found.stage, found.rank, found.microbatch) == ("forward", "stage", 1, 1, 0)
+    assert found.parameters == ("stages[1]['layers'][0]['attention']['out']",)
+    assert piped.find_non_finite(piped.init(), tiny_run.put(piped, tiny_run.batch())) is None
+
+
+@pytest.mark.slow
+def test_nan_in_an_expert_is_found_where_experts_are_sharded():
+    """The first microbatch whose tokens choose it; the experts are not gathered, and all-to-alls run."""
+    trainer = tiny_run.trainer_of(tiny_run.config("dualpipe_v", 2, 2, num_layers=4))
+    state, batch = trainer.init(), tiny_run.put(trainer, tiny_run.batch())
+    assert trainer.find_non_finite(state, batch) is None
+    experts = state.params.stages[1]["layers"][0]["moe"]["experts"]  # rank 0 has the last stage, 3, in slot 1
+    name = next(iter(experts))
+    experts[name] = jax.device_put(experts[name].at[0, 1].set(np.nan), experts[name].sharding)
+    state = assert_skipped(trainer, state, tiny_run.batch())
+    found = trainer.find_non_finite(state, batch)
+    assert (found.phase, found.piece, found.stage, found.rank) == ("forward", "stage", 3, 0)
+    assert found.parameters == (f"stages[3]['layers'][0]['moe']['experts']['{name}']",)
 
 
 # ---------------------------------------------------------------- precision
