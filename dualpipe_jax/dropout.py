@@ -64,6 +64,7 @@ def dropout_key(
     key_data: UInt32[Array, " words"] | Sequence[UInt32[Array, ""]],
     step: Index,
     microbatch: Index,
+    *,
     layer: Index,
     shard: Index = 0,
 ) -> Key[Array, ""]:
@@ -74,9 +75,10 @@ def dropout_key(
     Args:
         key_data: of the run's key, uint32 [words] or the words one by one.
         step: optimizer step. microbatch: its number in the batch. All int32 scalars (or int), all may be traced.
-        layer: number of the layer in the whole model, not in its stage; an integer leaf of the stage's parameters can
-            hold it (its gradient is 0). A layer with several masks splits the key.
-        shard: which rows of the microbatch these are, `jax.lax.axis_index(data_axes)`. Masks are the same under any
+        layer: number of the layer in the whole model, not in its stage: an integer leaf that rides along with the
+            activation counts it, or one of the stage's parameters holds it (its gradient is 0). A layer with several
+            masks splits the key.
+        shard: which rows of the microbatch these are, `jax.lax.axis_index(("dp", "ep"))`. Masks are the same under any
             schedule for the same split of rows over data shards; under another split they are others.
 
     Returns:

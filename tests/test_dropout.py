@@ -30,7 +30,7 @@ def model(num_stages, shard, *, recompute=False):
     """LAYERS layers in any number of stages; shard: () -> the number of the data shard."""
 
     def layer(params, x, microbatch):
-        key = dropout_key(*microbatch["dropout"], params["layer"], shard())
+        key = dropout_key(*microbatch["dropout"], layer=params["layer"], shard=shard())
         mask = jax.random.bernoulli(key, KEEP, x.shape)
         return x + jnp.where(mask, jnp.tanh(x @ params["w"]), 0.0) / KEEP
 
@@ -76,7 +76,7 @@ def assert_close(got, want):
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=TOLERANCE * float(jnp.max(abs(want))))
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe", "dualpipe_v"])
 def test_the_same_masks_whatever_the_pipeline(name, dp):
     loss, layers = pipelined(name, 2, dp)
@@ -102,7 +102,7 @@ def test_no_pipeline_but_the_same_shards():
 def test_every_index_and_the_run_s_key_make_other_masks():
     def mask(seed=0, step=1, microbatch=1, layer=1, shard=1):
         leaves = dropout_leaves(jax.random.key(seed), step, 4)
-        key = dropout_key(*jax.tree.map(lambda a: a[microbatch], leaves), layer, shard)
+        key = dropout_key(*jax.tree.map(lambda a: a[microbatch], leaves), layer=layer, shard=shard)
         return jax.random.bits(key, (8,)).tobytes()
 
     masks = {mask(), mask(seed=1), mask(step=2), mask(microbatch=2), mask(layer=2), mask(shard=2)}
@@ -118,7 +118,7 @@ def test_the_order_of_folding_is_as_documented():
     for index in (5, 2, 7, 3):
         want = jax.random.fold_in(want, index)
     leaves = jax.tree.map(lambda a: a[2], dropout_leaves(key, 5, 4))
-    for got in (dropout_key(*leaves, 7, 3), dropout_key(jax.random.key_data(key), 5, 2, 7, 3)):
+    for got in (dropout_key(*leaves, layer=7, shard=3), dropout_key(jax.random.key_data(key), 5, 2, layer=7, shard=3)):
         assert jax.random.key_data(got).tolist() == jax.random.key_data(want).tolist()
 
 
