@@ -1,5 +1,7 @@
 """Where a value stopped being finite is said by rank, stage, microbatch and leaf."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -132,6 +134,24 @@ def test_a_sum_that_overflows_is_no_microbatch_s_fault():
     (loss, _), _ = jax.jit(pipeline_value_and_grad(fns, schedule, mesh=mesh))(params, batch)
     assert jnp.isinf(loss)
     assert find_non_finite(fns, schedule, params, batch, mesh=mesh) is None
+
+
+def test_failed_steps_leave_no_arrays_behind():
+    """Steps that are not finite, searches, and calls that are refused."""
+    schedule, mesh, stages, shared, batch = problem("1f1b", 2)
+    shared["bias"] = shared["bias"] * jnp.nan
+    fns, params = StageFns(first, stage, last), PipelineParams(stack_stages(stages, schedule.placement), shared)
+    step = jax.jit(pipeline_value_and_grad(fns, schedule, mesh=mesh))
+
+    def fail():
+        assert not jnp.isfinite(step(params, batch)[0][0])
+        assert find_non_finite(fns, schedule, params, batch, mesh=mesh)
+        with pytest.raises(ValueError, match="dim 0 must be"):
+            step(params, {"tokens": batch["tokens"][:2]})
+        gc.collect()
+        return len(jax.live_arrays())
+
+    assert fail() == fail()
 
 
 def test_a_mesh_of_ranks_only():
