@@ -55,14 +55,17 @@ def all_reduces(program):
     for line in program.as_text().splitlines():
         if line and not line[0].isspace():
             entry = line.startswith("ENTRY")
-        found = re.search(r"= (\(.*?\)|\S+) all-reduce(-start)?\(.*replica_groups=(\S+)", line)
+        found = re.search(r"= (\(.*?\)|\S+) all-reduce(-start)?\(.*replica_groups=(.*)", line)
         if found:
             shapes = [tuple(map(int, filter(None, s.split(",")))) for s in re.findall(r"f32\[([\d,]*)\]", found[1])]
             yield entry, group_size(found[3]), shapes
 
 
 def group_size(text):
-    """Of `{{0,1},{2,3}}` or `[2,4]<=[8]`."""
+    """Of `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['pp'=2,'dp'=2,'ep'=2] {'dp','ep'}`."""
+    if text.startswith("mesh["):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", text))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'(?!=)", text.split("{")[1].split("}")[0]))
     if text.startswith("{"):
         return len(re.match(r"\{\{([\d,]+)\}", text)[1].split(","))
     return int(re.match(r"\[\d+,(\d+)\]", text)[1])
