@@ -67,10 +67,11 @@ def grouped_matmul(
     The backward is two independent grouped products, one for lhs and one for rhs, so that a pipeline can run the
     second at another time. Sums are float32.
     """
-    return _rows_times(lhs, rhs, blocks, block_size, transpose=False)
+    return rows_times(lhs, rhs, blocks, block_size, transpose=False)
 
 
-def _rows_times(lhs: Array, rhs: Array, blocks: Array, block_size: int, *, transpose: bool) -> Array:
+def rows_times(lhs: Array, rhs: Array, blocks: Array, block_size: int, *, transpose: bool) -> Array:
+    """The product of `grouped_matmul` without its gradient, with each expert's matrix or its transpose."""
     # As many blocks at once as there are, then the rest one by one.
     widths = sorted({min(_BLOCKS_AT_ONCE, lhs.shape[0] // block_size), 1}, reverse=True)
 
@@ -100,7 +101,7 @@ def _rows_times(lhs: Array, rhs: Array, blocks: Array, block_size: int, *, trans
     return jax.lax.fori_loop(0, rhs.shape[0], expert, (out, jnp.int32(0)))[0]
 
 
-def _weight_gradient(lhs: Array, g: Array, blocks: Array, block_size: int, like: Array) -> Array:
+def weight_gradient(lhs: Array, g: Array, blocks: Array, block_size: int, like: Array) -> Array:
     """For each expert the sum over its rows of lhs^T g, in float32; exactly zero for an expert without rows.
 
     The first few blocks of all experts are one batched product, which writes each matrix once: with few rows an expert
@@ -139,8 +140,8 @@ def _grouped_forward(lhs: Array, rhs: Array, blocks: Array, block_size: int) -> 
 
 def _grouped_backward(block_size: int, kept: tuple[Array, ...], g: Array) -> tuple[Array, Array, None]:
     lhs, rhs, blocks = kept
-    dlhs = _rows_times(g, rhs, blocks, block_size, transpose=True)
-    return dlhs, _weight_gradient(lhs, g, blocks, block_size, rhs), None
+    dlhs = rows_times(g, rhs, blocks, block_size, transpose=True)
+    return dlhs, weight_gradient(lhs, g, blocks, block_size, rhs), None
 
 
 grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
