@@ -68,7 +68,7 @@ def pipelined(name, pp, dp=1, step=3, **options):
     fns, stages = model(schedule.placement.num_stages, lambda: jax.lax.axis_index(AXES), **options)
     params = PipelineParams(stack_stages(stages, schedule.placement), {})
     grad_fn = pipeline_value_and_grad(fns, schedule, mesh=make_mesh(pp, dp))
-    (loss, _), grads = jax.jit(grad_fn)(params, batch_of(step))
+    (loss, _), grads = jax.device_get(jax.jit(grad_fn)(params, batch_of(step)))
     return loss, list(itertools.chain(*unstack_stages(grads.stages, schedule.placement)))
 
 

@@ -114,7 +114,10 @@ def check(name, pp, microbatches, ep=1, dp=1, recompute=False, config=CONFIG, fo
     )
     for which, m in enumerate(counts):
         want = reference(config, m * ep * dp)
-        (loss, aux), grads = grad_fn(params, roomy(cut(batch_of(m * ep * dp), m), max(counts)), which)
+        # To the host at once: operation by operation, sharded arrays would make many small programs with collectives
+        # run side by side, and emulated devices may then wait for each other until XLA gives up.
+        given = params, roomy(cut(batch_of(m * ep * dp), m), max(counts)), which
+        (loss, aux), grads = jax.device_get(grad_fn(*given))
         assert isinstance(grads, PipelineParams)
         compare(loss, from_pipeline(grads, stages, placement), aux, want)
     grad_fn.clear_cache()  # or programs of a whole grid would fill the memory

@@ -50,7 +50,7 @@ def test_equal_to_the_reference(name):
     key = 1 if name == "with_flax_nnx" else jax.random.key(1)
     (stages, shared), batch, placement = example.init(key), example.batch_of(3), example.SCHEDULE.placement
     grad_fn = pipeline_value_and_grad(example.FNS, example.SCHEDULE, mesh=make_mesh(2))
-    (loss, _), grads = jax.jit(grad_fn)(PipelineParams(stack_stages(stages, placement), shared), batch)
+    (loss, _), grads = jax.device_get(jax.jit(grad_fn)(PipelineParams(stack_stages(stages, placement), shared), batch))
     (want_loss, _), want = jax.jit(lambda *a: reference_value_and_grad(example.FNS, *a))(stages, shared, batch)
     np.testing.assert_allclose(loss, want_loss, rtol=TOLERANCE)
     got = (unstack_stages(grads.stages, placement), grads.shared)

@@ -54,7 +54,7 @@ def problem(name="1f1b", pp=4, dp=1, ep=1):
 def found(schedule, mesh, stages, shared, batch):
     """The answer; and a check that the step itself came out as not finite."""
     fns, params = StageFns(first, stage, last), PipelineParams(stack_stages(stages, schedule.placement), shared)
-    (loss, _), grads = jax.jit(pipeline_value_and_grad(fns, schedule, mesh=mesh))(params, batch)
+    (loss, _), grads = jax.device_get(jax.jit(pipeline_value_and_grad(fns, schedule, mesh=mesh))(params, batch))
     finite = bool(jnp.isfinite(loss)) and all(bool(jnp.all(jnp.isfinite(g))) for g in jax.tree.leaves(grads))
     answer = find_non_finite(fns, schedule, params, batch, mesh=mesh)
     assert (answer is None) == finite

@@ -76,7 +76,7 @@ def check_schedule(schedule, dp=1, ep=1, fns=None, form="operations"):
     mesh = make_mesh(ranks, dp, ep)
     grad_fn = pipeline_value_and_grad(fns, schedule, mesh=mesh, form=form)
     params = PipelineParams(stack_stages(stages, schedule.placement), shared)
-    (loss, aux), grads = jax.jit(grad_fn)(params, batch)
+    (loss, aux), grads = jax.device_get(jax.jit(grad_fn)(params, batch))
     (want_loss, _), want = jax.jit(lambda *a: reference_value_and_grad(fns, *a))(stages, shared, batch)
     assert_close(loss, want_loss)
     got = (unstack_stages(grads.stages, schedule.placement), grads.shared)

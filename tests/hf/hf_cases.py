@@ -95,7 +95,7 @@ def pipelined(case, name, pp, microbatches, ep, **options):
     grad_fn = pipeline_value_and_grad(
         model.stage_fns(stages), schedule, mesh=make_mesh(pp, 1, ep), stage_specs=expert_specs(params.stages[0])
     )
-    (loss, _), grads = jax.jit(grad_fn)(params, _filled_up(batch_of(case), microbatches, ep))
+    (loss, _), grads = jax.device_get(jax.jit(grad_fn)(params, _filled_up(batch_of(case), microbatches, ep)))
     return loss, from_pipeline(grads, stages, schedule.placement)
 
 

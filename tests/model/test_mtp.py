@@ -124,7 +124,7 @@ def check_pipelined(name, pp, microbatches, ep, recompute=False, uneven=1):
         shared_specs=expert_specs(params.shared),
     )
     cut = with_weights({k: jnp.asarray(v.reshape(microbatches, -1, SEQ)) for k, v in batch_of(rows).items()})
-    (loss, aux), grads = jax.jit(grad_fn)(params, cut)
+    (loss, aux), grads = jax.device_get(jax.jit(grad_fn)(params, cut))
     assert float(loss) == pytest.approx(float(want_loss), rel=TOLERANCE)
     np.testing.assert_array_equal(aux.last["mtp"]["counts"], want_last["mtp"]["counts"])
 
